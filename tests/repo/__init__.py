@@ -1,0 +1,1 @@
+"""Tests of the repository itself: structure, imports, public names, documentation, packaging."""
