@@ -1,0 +1,515 @@
+"""`Blend(teacher, student)`: the one wrapper. It runs what its phase needs and joins the two outputs.
+
+    align    w = 1, guidance on    y = T(h); S(h) only for the guidance
+    blend    0 < w < 1             y = w T(h) + (1 - w) S(h)
+    guide    w = 0, guidance on    y = S(h); T(h) only as a target, without gradient
+    student  w = 0                 y = S(h); T is not run
+
+There are no dice and no counters here: `w` and the route are set from outside once per optimizer step. What a forward
+leaves behind (guidance terms, metrics) goes to the `Ledger` that all blends of a model share, as values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import outputs
+from .errors import CrossfadeWarning, OutputError, StateError
+from .metrics import cosine_sum, count, power_sum, squared_error_sum
+
+__all__ = ["Blend", "Ledger", "Route", "Term"]
+
+
+class Route(enum.Enum):
+    """What reaches the output of a blend."""
+
+    TEACHER = "teacher"
+    MIX = "mix"
+    SELECT = "select"
+    STUDENT = "student"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One call's contribution: 0-dim float32 tensors. `error` carries the gradient, the rest is detached.
+
+    Attributes:
+        error: Sum over valid positions of the guidance error.
+        positions: Number of valid positions.
+        power: Sum over valid positions of the teacher's mean square (the calibration of the relative reduction).
+    """
+
+    error: Tensor
+    positions: Tensor
+    power: Tensor
+
+
+class Ledger:
+    """What the forward passes of one model leave for the step: padding mask in, guidance terms and metrics out.
+
+    A copy of a model gets an empty ledger of its own: terms belong to the graph of the original.
+    """
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self.explicit: Tensor | None = None
+        self.terms: dict[str, list[Term]] = {}
+        self.similarities: dict[str, list[Tensor]] = {}
+        self.finite: dict[str, Tensor] = {}
+        self._masks: list[Tensor | None] = []
+        self._masks_read = False
+
+    def begin_forward(self, mask: Tensor | None) -> None:
+        """Take the padding mask of the forward that begins; the user's explicit one wins. Shapes: [B, L], 1 = real."""
+        if self._masks_read:
+            self._masks, self._masks_read = [], False
+        self.mask = mask if self.explicit is None else self.explicit
+        self._masks.append(self.mask)
+
+    def read(self) -> dict[str, list[Term]]:
+        """The guidance terms since the last read; they are forgotten here."""
+        terms, self.terms = self.terms, {}
+        self._masks_read = True
+        return terms
+
+    def check_recomputation(self, site: str) -> None:
+        """Refuse to recompute (gradient checkpointing) when the mask of that forward cannot be told.
+
+        Raises:
+            StateError: Two forwards with different masks preceded this backward.
+        """
+        first, *rest = self._masks or [None]
+        if any((m is None) != (first is None) or (m is not None and not torch.equal(m, first)) for m in rest):  # type: ignore[arg-type]
+            raise StateError(
+                "gradient checkpointing recomputes a forward whose padding mask is no longer known.",
+                where=site,
+                expected="one forward per fade.guidance() and backward",
+                got=f"{len(self._masks)} forwards with different masks",
+                do="run the backward (and read fade.guidance()) after each forward",
+            )
+
+    def watch(self, site: str, *values: Tensor) -> None:
+        """Remember, without a device synchronisation, whether `values` were finite."""
+        ok = torch.stack([torch.isfinite(v.detach()).all() for v in values]).all()
+        self.finite[site] = ok & self.finite[site] if site in self.finite else ok
+
+    def clear(self) -> None:
+        """Forget everything that belongs to the step that ends."""
+        self.terms, self.similarities, self.finite = {}, {}, {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        """An empty ledger, one for all blends of the copy."""
+        memo[id(self)] = fresh = Ledger()
+        return fresh
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: graphs are not written to files."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """An empty ledger."""
+        self.__init__()  # type: ignore[misc]
+
+
+class _Connect(torch.autograd.Function):
+    """A copy of a tensor that hangs on the student's parameters: no gradient for them, or zeros under DDP."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, zeros: bool, *parameters: Tensor) -> Tensor:
+        ctx.shapes = [(p.shape, p.dtype, p.device) for p in parameters] if zeros else None
+        ctx.n = len(parameters)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch types it with *args.
+        if ctx.shapes is None:
+            return (grad, None, *([None] * ctx.n))
+        return (grad, None, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.shapes))
+
+
+class Blend(nn.Module):
+    """Teacher and student at one site. Built by `crossfade.install`; the parent calls it as it called the teacher.
+
+    Args:
+        teacher: The module that was there. It is frozen, stays in eval whatever `train()` says above it, and is left
+            out of `state_dict()`: it can be rebuilt from the base model.
+        student: Its replacement.
+        path: Module path, for messages and as the key in the ledger.
+        ledger: Shared by all blends of the model.
+        output: Place of the main tensor, or `"auto"`.
+        residual: True when the site contains its residual connection: agreement is then measured on output - input.
+        teacher_gradient: Whether gradients reach earlier students through this teacher (they should: the gradient of
+            the blend does). False saves its backward, at the price of a biased gradient upstream.
+
+    Raises:
+        OutputError: Teacher and student return different structures or shapes, or one writes into the shared input
+            after it was found not to.
+
+    Example:
+        >>> blend = Blend(nn.Linear(2, 2), nn.Linear(2, 2), path="fc", ledger=Ledger())
+        >>> blend.set(alpha=1.0, weight=1.0, hard=False)
+        >>> x = torch.ones(1, 2)
+        >>> torch.equal(blend(x), blend.teacher(x))
+        True
+    """
+
+    __crossfade_blend__: ClassVar[bool] = True
+    teacher: nn.Module | None
+    student: nn.Module
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        *,
+        path: str,
+        ledger: Ledger,
+        output: outputs.Where | str = "auto",
+        residual: bool = False,
+        teacher_gradient: bool = True,
+    ) -> None:
+        super().__init__()
+        self.teacher = teacher
+        self.student = student
+        self.path = path
+        self.ledger = ledger
+        self.output = output
+        self.residual = residual
+        self.teacher_gradient = teacher_gradient
+        # Plain attributes, not buffers: a cast, DDP's buffer broadcast or an averaged copy must not change them.
+        device = next((p.device for p in student.parameters()), torch.device("cpu"))
+        self.alpha = torch.ones((), dtype=torch.float32, device=device)
+        self.weight = torch.ones((), dtype=torch.float32, device=device)
+        self.route = self.eval_route = Route.TEACHER
+        self.guide: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+        self.guided = False
+        self.detach_input = False
+        self.use_mask = True
+        self.observe = False
+        self.skip = False
+        self.check_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.where: outputs.Where | str = "auto"
+        self.structure: Any = None
+        self.bare_student = False
+        self.writes_input: bool | None = None
+        self.training = teacher.training
+        teacher.eval()
+
+    # ---- set from outside, once per optimizer step -------------------------------------------------------------
+
+    def set(self, *, alpha: float, weight: float, hard: bool, skip: bool = False) -> None:
+        """Take this step's alpha and gate. Tensors are written in place, so that a compiled graph sees them."""
+        with torch.no_grad():
+            self.alpha.fill_(alpha)
+            self.weight.fill_(weight)
+        fixed = {0.0: Route.STUDENT, 1.0: Route.TEACHER}
+        self.eval_route = fixed.get(alpha, Route.MIX)
+        if hard and not skip and alpha not in fixed:
+            self.route = Route.SELECT
+        else:
+            self.route = fixed.get(weight, Route.MIX)
+        self.skip = skip
+
+    def release(self) -> None:
+        """Let the teacher go; only the student route is left."""
+        self.teacher = None
+
+    # ---- the call ----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call teacher, student or both exactly as the parent called the site.
+
+        Returns:
+            The teacher's structure; only its main tensor is blended. Shapes, dtype: the teacher's.
+        """
+        guided = self.guided and self.training
+        observe = self.observe and self.training
+        route = self.route if self.training else self.eval_route
+        if not guided:
+            if route is Route.STUDENT:
+                return self._conform(self.call_student(args, kwargs))
+            if route is Route.TEACHER and not observe:
+                out = self.active_teacher()(*args, **kwargs)
+                self._learn(out)
+                return self._connect(out)
+        return self._run_both(route, guided, observe, args, kwargs)
+
+    def _run_both(
+        self, route: Route, guided: bool, observe: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        teacher = self.active_teacher()
+        teacher_leads = route is not Route.STUDENT
+        (t_args, t_kwargs), (s_args, s_kwargs), check = self._separate(teacher_leads, args, kwargs)
+        target_only = not teacher_leads or not self.teacher_gradient
+        with torch.no_grad() if target_only else contextlib.nullcontext():
+            t_out = teacher(*t_args, **t_kwargs)
+        off_path = route is Route.TEACHER
+        detached = guided and self.detach_input
+        if detached and off_path:
+            s_args, s_kwargs = outputs.detach(s_args), outputs.detach(s_kwargs)
+        with torch.no_grad() if off_path and not guided else contextlib.nullcontext():
+            s_out = self.call_student(s_args, s_kwargs)
+        s_guided = s_out
+        if detached and not off_path:
+            s_guided = self.student(*outputs.detach(s_args), **outputs.detach(s_kwargs))
+        check()
+        self._learn(t_out, s_out)
+        t, s = self.main_of(t_out), self.main_of(s_out)
+        if t.shape != s.shape:
+            raise OutputError(
+                "the student's output has another shape than the teacher's.",
+                where=self.path,
+                expected=outputs.describe(t),
+                got=outputs.describe(s),
+            )
+        if guided or observe:
+            target = t.detach()
+            if target.is_inference():  # Made under inference mode: it cannot be saved for a backward.
+                target = target.clone()
+            self._record(guided, observe, self.main_of(s_guided), target, (args, kwargs))
+        return self._join(route, t_out, s_out, t, s)
+
+    def try_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call both once, for the checks that it makes; nothing is recorded (the blend is in eval)."""
+        before, self.eval_route = self.eval_route, Route.MIX
+        try:
+            self._run_both(Route.MIX, False, False, args, kwargs)
+        finally:
+            self.eval_route = before
+
+    def call_student(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the student as the parent calls the site; the first time, check that it can be."""
+        if self.check_call is not None:
+            self.check_call(args, kwargs)
+            self.check_call = None  # Once: the parent calls a site in one way.
+        return self.student(*args, **kwargs)
+
+    def _join(self, route: Route, t_out: Any, s_out: Any, t: Tensor, s: Tensor) -> Any:
+        if route is Route.STUDENT:
+            return self._conform(s_out)
+        if route is Route.TEACHER:
+            return t_out if self.guided and self.training else self._connect(t_out)
+        weight = self.weight if self.training else self.alpha
+        if route is Route.SELECT:
+            self.ledger.watch(self.path, t, s)
+            return outputs.set_main(t_out, self._place(), outputs.select_exact(t, s, weight))
+        return outputs.set_main(t_out, self._place(), outputs.mix(t, s, weight))
+
+    def _record(self, guided: bool, observe: bool, s: Tensor, t: Tensor, call: tuple[Any, Any]) -> None:
+        """Leave guidance term and metrics in the ledger; recomputation and `no_grad` leave nothing."""
+        mask = self.mask_of(t, call)
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if guided and self.guide is not None and torch.is_grad_enabled():
+            if again:
+                self.ledger.check_recomputation(self.path)
+            error = self.guide(s, t, mask)  # Also when recomputed: checkpointing compares what was saved.
+            if not again:
+                with torch.no_grad():
+                    power = power_sum(self._branch(t, call), mask) / t.shape[-1]
+                    term = Term(error, count(t, mask), power)
+                self.ledger.terms.setdefault(self.path, []).append(term)
+        if observe and not again:
+            with torch.no_grad():
+                a, b = self._branch(s, call), self._branch(t, call)
+                values = (cosine_sum(a, b, mask), squared_error_sum(a, b, mask), power_sum(b, mask), count(b, mask))
+            self.ledger.similarities.setdefault(self.path, []).append(torch.stack(values))
+
+    def _branch(self, out: Tensor, call: tuple[Any, Any]) -> Tensor:
+        """What the site adds to the residual stream: the output, or output minus input if it holds the residual."""
+        return out - outputs.main_input(*call, self.path).detach() if self.residual else out
+
+    def mask_of(self, like: Tensor, call: tuple[Any, Any]) -> Tensor | None:
+        """Valid positions of this call: the forward's padding mask, else one that the call itself shows."""
+        if not self.use_mask:
+            return None
+        mask = self.ledger.mask if self.ledger.mask is not None else outputs.padding_mask(call[1], like)
+        return outputs.valid_positions(mask, like, self.path)
+
+    # ---- structure of outputs and calls ------------------------------------------------------------------------
+
+    def _learn(self, t_out: Any, s_out: Any = None) -> None:
+        """Find the main tensor and keep the teacher's structure for the time when it no longer runs."""
+        if self.where == "auto":
+            where = outputs.find_main(t_out, self.output, self.path)
+            outputs.main(t_out, where, self.path)
+            self.structure = outputs.skeleton(t_out)
+            self.where = where
+        if s_out is not None:
+            if not outputs.same_structure(s_out, t_out):
+                raise OutputError(
+                    "the student returned another structure than the teacher.",
+                    where=self.path,
+                    expected=outputs.describe(t_out),
+                    got=outputs.describe(s_out),
+                    do="return the teacher's structure, or the main tensor alone",
+                )
+            self.bare_student = isinstance(s_out, Tensor) and self._place() is not None
+
+    def _place(self) -> outputs.Where:
+        return None if self.where == "auto" else self.where
+
+    def main_of(self, out: Any) -> Tensor:
+        """The main tensor of an output of teacher or student."""
+        return out if isinstance(out, Tensor) else outputs.main(out, self._place(), self.path)
+
+    def _conform(self, s_out: Any) -> Any:
+        return s_out if self.where == "auto" else outputs.conform(s_out, self._place(), self.structure)
+
+    def _separate(
+        self, teacher_leads: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any], Callable[[], None]]:
+        """Calls for teacher and student that share no mutable state, and a check to run after both.
+
+        The module on the main path gets the caller's own objects (code after the site may rely on what it writes
+        into them); the other gets its own containers, and copies of the tensors if either module writes into them.
+        Until the first call has shown whether one does, copies are made.
+        """
+        outputs.refuse_caches((args, kwargs), self.path)
+        own = (args, kwargs)
+        spare = outputs.map_tensors(own, torch.clone if self.writes_input is not False else lambda x: x)
+        if torch.compiler.is_compiling():  # Version counters are not traced; copies stay until an eager call has shown.
+            return (own, spare, lambda: None) if teacher_leads else (spare, own, lambda: None)
+        held = [x for x in (*outputs.tensors(own), *outputs.tensors(spare)) if not x.is_inference()]
+        before = [x._version for x in held]
+
+        def check() -> None:
+            wrote = before != [x._version for x in held]
+            if wrote and self.writes_input is False:
+                raise OutputError(
+                    "a module wrote into its input, so teacher and student did not see the same.",
+                    where=self.path,
+                    expected="what the first call showed: no in-place change of the input",
+                    do="make the module's first operation out of place, or clone the input in its forward",
+                )
+            if held:
+                self.writes_input = wrote or self.writes_input
+
+        return (own, spare, check) if teacher_leads else (spare, own, check)
+
+    def active_teacher(self) -> nn.Module:
+        """The teacher.
+
+        Raises:
+            StateError: It was released.
+        """
+        if self.teacher is None:
+            raise StateError(
+                "the teacher of this site is gone: its part of the run is over and its memory was released.",
+                where=self.path,
+                do='install with release="finalize" to keep teachers until the end',
+            )
+        return self.teacher
+
+    def _connect(self, out: Any) -> Any:
+        """Let the loss depend on the student although only the teacher spoke, with a gradient of nothing.
+
+        Else the first step of a fade with a frozen backbone would have no graph at all, and DDP would wait for
+        gradients that never come.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return out
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        y = self.main_of(out)
+        if y.requires_grad and not distributed:
+            return out
+        trained = [p for p in self.student.parameters() if p.requires_grad]
+        return outputs.set_main(out, self._place(), _Connect.apply(y, distributed, *trained)) if trained else out
+
+    # ---- what the rest of the model and of PyTorch sees ----------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Blend:
+        """Set the mode of the student; the teacher stays in eval."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Blend:
+        """Follow a move to another device, never a cast: alpha stays float32."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty((), dtype=torch.float32, device=self.weight.device)).device
+        if device.type != "meta":
+            self.alpha, self.weight = self.alpha.to(device), self.weight.to(device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Public attributes that code around the site reads come from the teacher while it is there."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            source = modules.get("teacher") or modules.get("student")
+            if source is None or (name.startswith("_") and name != "_qkv_same_embed_dim") or not hasattr(source, name):
+                raise
+        value = getattr(source, name)
+        if isinstance(value, Tensor) and not self.__dict__.get("tensors_may_be_read", False):
+            self.__dict__["tensors_may_be_read"] = True  # Once is enough.
+            warnings.warn(
+                f"{self.path}: code outside reads the tensor {name!r} of a module that is being replaced; if it computes "
+                "with it, the student is bypassed. Replace the module that reads it instead.",
+                CrossfadeWarning,
+                stacklevel=2,
+            )
+        return value
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Student only, under `student.`: the teacher is rebuilt from the base model."""
+        result = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "") + "teacher."
+        for key in [key for key in result if key.startswith(prefix)]:
+            del result[key]
+        return result
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Accept a checkpoint taken in mid-fade (student keys) or of the plain model (its keys go to the teacher)."""
+        given = [key for key in state_dict if key.startswith(prefix)]
+        plain = {prefix + key for key in self.teacher.state_dict()} if self.teacher is not None else set()
+        students = {f"{prefix}student.{key}" for key in self.student.state_dict()}
+        if (plain or students) and not (plain | students).intersection(given):
+            error_msgs.append(
+                f"{prefix.rstrip('.')}: none of the {len(given)} keys given for this site belong to its student "
+                f"({len(students)} keys below 'student.') or to the original module ({len(plain)} keys)."
+            )
+        if self.teacher is not None:
+            from_plain = bool(plain.intersection(given)) and not students.intersection(given)
+            for key, value in self.teacher.state_dict().items():
+                own = prefix + key
+                given_value = state_dict.pop(own) if from_plain and own in state_dict else value
+                state_dict.setdefault(f"{prefix}teacher.{key}", given_value)
+            if from_plain:
+                for key, value in self.student.state_dict().items():
+                    state_dict.setdefault(f"{prefix}student.{key}", value)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        """Path and this step's route."""
+        return f"path={self.path!r}, route={self.route.value}"
+
+
+def is_blend(module: object) -> bool:
+    """Whether `module` is a blend, also after a library changed its class (FSDP2 does)."""
+    return getattr(type(module), "__crossfade_blend__", False) is True
+
+
+def blends(model: nn.Module) -> Mapping[str, Blend]:
+    """Every blend in `model` by path, each once."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Blend)}

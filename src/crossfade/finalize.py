@@ -1,0 +1,216 @@
+"""Finalize: prove that only the students speak, take everything of the blend away, write a receipt."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import outputs
+from .blend import Blend, Route
+from .changes import Changes
+from .errors import CrossfadeError, OutputError, PlanError, StateError
+from .plan import Plan
+from .runs import shorten
+from .site import Site
+from .students import Adapter
+
+__all__ = ["Receipt", "receipt_of", "strip"]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What `finalize` did and what it proved.
+
+    Attributes:
+        sites: Path -> class of the teacher and of the student, and parameters before and after.
+        step: Optimizer step at which it happened, of `total_steps`.
+        forced: Whether some teacher still had weight.
+        probed: Whether a batch was given; then the student view before and the plain model after were bit-equal.
+        gap: Largest absolute difference between blend and student view on the probe batch (0 unless forced); NaN
+            without a probe.
+        plan: The plan as data, or None if it holds unregistered parts.
+    """
+
+    sites: dict[str, dict[str, Any]]
+    step: int
+    total_steps: int | None
+    forced: bool
+    probed: bool
+    gap: float
+    plan: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; an unmeasured gap is None."""
+        return asdict(self) | {"gap": None if math.isnan(self.gap) else self.gap}
+
+
+# A finalized model carries nothing of ours, so what it was made from is kept beside it, as long as it lives.
+_receipts: weakref.WeakKeyDictionary[nn.Module, Receipt] = weakref.WeakKeyDictionary()
+
+
+def receipt_of(model: nn.Module) -> Receipt | None:
+    """The receipt of a model that `finalize` returned, or None."""
+    return _receipts.get(model)
+
+
+def remember(model: nn.Module, receipt: Receipt) -> None:
+    """Keep the receipt for `receipt_of` and `save`."""
+    _receipts[model] = receipt
+
+
+def check_over(sites: Iterable[Site], step: int, total: int | None, force: bool) -> bool:
+    """Whether force was needed.
+
+    Raises:
+        StateError: A teacher has weight or guidance goes on, and `force` is False.
+    """
+    left = [
+        f"{s.path} (alpha {s.alpha:.3g}, lambda {s.lam:.3g})" for s in sites if s.alpha > 0 or s.weight > 0 or s.lam > 0
+    ]
+    if left and not force:
+        raise StateError(
+            "the fade is not over.",
+            where="; ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else ""),
+            expected="alpha 0 and lambda 0 at every site",
+            got=f"step {step} of {total}",
+            do="train to the end, or finalize(force=True), which drops what the teachers still add",
+        )
+    return bool(left)
+
+
+@torch.no_grad()
+def look(model: nn.Module, batch: Any) -> Any:
+    """The model's output on a batch in eval mode; training flags are put back."""
+    flags = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        return outputs.feed(model, batch)
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """Largest absolute difference between two outputs; infinite if they differ in structure, 0 if bit-equal."""
+    left, right = list(outputs.tensors(a)), list(outputs.tensors(b))
+    if len(left) != len(right) or any(
+        x.shape != y.shape or x.dtype != y.dtype for x, y in zip(left, right, strict=False)
+    ):
+        return math.inf
+    worst = 0.0
+    for x, y in zip(left, right, strict=True):
+        if not torch.equal(x, y) and x.numel() > 0:
+            gap = (x.double() - y.double()).abs()
+            worst = max(worst, math.inf if bool(gap.isnan().any()) else float(gap.max()))
+    return worst
+
+
+def final_student(blend: Blend) -> nn.Module:
+    """The module that will stand in the model: the student, adapted if it returns less than the caller expects."""
+    student = blend.student
+    if not blend.bare_student or blend.where in ("auto", None):
+        return student
+    where = None if blend.where == "auto" else blend.where
+    if isinstance(student, Adapter):
+        student.where, student.structure = where, blend.structure
+        return student
+    return Adapter(student, where=where, structure=blend.structure).train(student.training)
+
+
+def strip(changes: Changes, model: nn.Module, sites: Iterable[Site]) -> None:
+    """Put the students in the blends' places; shorten the containers of runs."""
+    for site in sites:
+        student = final_student(site.blend)
+        for name in site.swap.carry:
+            if not hasattr(student, name):
+                if site.blend.teacher is None and name not in site.carried:
+                    raise StateError("an attribute to carry is gone with its teacher.", where=f"{site.path}.{name}")
+                changes.set(student, name, site.carried.get(name, getattr(site.blend.teacher, name, None)))
+        if site.run is None:
+            changes.put(model, site.paths, student)
+        else:
+            shorten(changes, model, site.run, student)
+
+
+def prove(model: nn.Module, sites: list[Site], before: Any, batch: Any) -> None:
+    """Compare the plain model with the student view taken before.
+
+    Raises:
+        CrossfadeError: They are not bit-equal (the model is then put back as it was).
+    """
+    gap = largest_difference(before, look(model, batch))
+    if gap != 0.0:
+        raise CrossfadeError(
+            "the finalized model does not answer as the student view did.",
+            where=", ".join(site.path for site in sites),
+            expected="bit-equal outputs in eval mode",
+            got=f"largest difference {gap:.3g}",
+            do="the model was put back; a module that changes on every call (dropout left on, counters) is the usual cause",
+        )
+
+
+def put_teacher_back(changes: Changes, model: nn.Module, site: Site, *, as_found: bool) -> None:
+    """Let the teacher stand at the site again, its modes as install found them or as the model's now."""
+    teacher = site.blend.teacher
+    if teacher is None:
+        raise StateError("the teacher is gone.", where=site.path)
+    if site.run is None:
+        changes.put(model, site.paths, teacher)
+    else:
+        for offset, module in enumerate(teacher.children()):
+            changes.put(model, [f"{site.run.container}.{site.run.start + offset}".lstrip(".")], module)
+    changes.mode(teacher, model.training)
+    if as_found:
+        for module, mode in site.teacher_modes:
+            module.training = mode
+
+
+def write_receipt(
+    plan: Plan, sites: list[Site], step: int, total: int | None, *, forced: bool, probed: bool, gap: float
+) -> Receipt:
+    """The receipt of these sites."""
+    rows = {
+        site.path: {
+            "paths": list(site.paths),
+            "run": None if site.run is None else [site.run.container, site.run.start, site.run.stop],
+            "swap": plan.swaps.index(site.swap),
+            "index": site.index,
+            "n": site.n,
+            "teacher": site.teacher_class,
+            "student": type(site.blend.student).__name__,
+            "parameters_before": site.parameters,
+            "adapter": _adapter(site),
+            "parameters_after": sum(p.numel() for p in site.blend.student.parameters()),
+        }
+        for site in sites
+    }
+    try:
+        data = plan.to_dict()
+    except PlanError:
+        data = None
+    return Receipt(rows, step, total, forced, probed, gap, data)
+
+
+def _adapter(site: Site) -> dict[str, Any] | None:
+    """What `load` needs to adapt the student again; None when it answers as it is."""
+    student = final_student(site.blend)
+    if not isinstance(student, Adapter):
+        return None
+    try:
+        structure = outputs.pack(student.structure)
+    except OutputError:
+        structure = None  # A class of its own: loading it needs a student that returns it.
+    return {"drop": list(student.drop), "where": student.where, "structure": structure}
+
+
+def route_all(sites: Iterable[Site], route: Route) -> None:
+    """Let every blend answer with one side, whatever its alpha."""
+    for site in sites:
+        site.blend.route = site.blend.eval_route = route
+        site.blend.guided = site.blend.observe = False

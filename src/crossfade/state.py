@@ -1,0 +1,235 @@
+"""What a fade remembers between steps and between processes: calibration, controllers, structures, teacher hashes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from . import outputs
+from .blend import Term
+from .errors import OutputError, PersistError, StateError
+from .gates import Controller
+from .metrics import count, power_sum
+from .plan import Plan
+from .site import Site
+
+__all__ = ["calibrate", "hash_of", "load", "observed", "recalibrate", "release", "save"]
+
+STATE_VERSION = 1
+
+
+def hash_of(module: nn.Module) -> str:
+    """sha256 over names, dtypes, shapes and bytes of a module's parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().to("cpu").contiguous()
+        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}".encode())
+        if flat.numel() > 0:
+            digest.update(ctypes.string_at(flat.data_ptr(), flat.nbytes))
+    return digest.hexdigest()
+
+
+def release(site: Site) -> None:
+    """Let a site's teacher go, and keep what is needed later: its hash and the attributes to carry."""
+    teacher = site.blend.teacher
+    if teacher is None:
+        return
+    site.teacher_hash = site.teacher_hash or hash_of(teacher)
+    site.carried = {name: getattr(teacher, name) for name in site.swap.carry if hasattr(teacher, name)}
+    site.teacher_flags, site.teacher_modes = [], []
+    for filler in site.fillers:
+        filler.held = (filler.held[0], None)
+    site.blend.release()
+
+
+# ---- measurements ------------------------------------------------------------------------------------------------
+
+
+def reduced(values: Tensor) -> list[float]:
+    """Sums over all processes, as Python floats. Shapes: [n]."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        values = values.clone()
+        torch.distributed.all_reduce(values)
+    return [float(v) for v in values.cpu()]
+
+
+def observed(sites: list[Site], similarities: Mapping[str, list[Tensor]]) -> dict[Site, tuple[float, float]]:
+    """Interface cosine and relative error of the step by site, over all calls and processes."""
+    chosen = [site for site in sites if site.blend.observe]
+    if not chosen:
+        return {}
+    device = chosen[0].blend.weight.device
+    zero = torch.zeros(4, device=device)
+    sums = [torch.stack(similarities[s.path]).sum(0).to(device) if similarities.get(s.path) else zero for s in chosen]
+    flat = reduced(torch.stack(sums).double().flatten())
+    result = {}
+    for i, site in enumerate(chosen):
+        cosine, error, power, positions = flat[4 * i : 4 * i + 4]
+        if positions > 0:
+            result[site] = (cosine / positions, error / max(power, torch.finfo(torch.float32).tiny))
+    return result
+
+
+def calibrate_first_step(sites: list[Site], seen: Mapping[str, list[Term]]) -> None:
+    """Fix the teachers' power from all micro-batches and processes of the first step that had guidance."""
+    chosen = [
+        s for s in sites if seen.get(s.path) and not s.power.fixed and getattr(s.swap.guidance, "needs_power", False)
+    ]
+    if not chosen:
+        return
+    device = chosen[0].blend.weight.device
+    rows = [
+        torch.stack([torch.stack((t.power.to(device), t.positions.to(device))) for t in seen[s.path]]).sum(0)
+        for s in chosen
+    ]
+    flat = reduced(torch.stack(rows).double().flatten())
+    for i, site in enumerate(chosen):
+        site.power.observe(flat[2 * i], flat[2 * i + 1])
+        site.power.fixed = True
+
+
+def calibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> dict[str, float]:
+    """See `Fade.calibrate`. The teachers must be on the main path."""
+    sums = {site.path: torch.zeros(2, dtype=torch.float64) for site in sites}
+    places = {id(site.blend): site for site in sites}
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        site = places[id(module)]
+        main = site.blend.main_of(out).detach()
+        mask = site.blend.mask_of(main, (args, kwargs))
+        branch = main - outputs.main_input(args, kwargs) if site.blend.residual else main
+        sums[site.path] += torch.stack((power_sum(branch, mask) / main.shape[-1], count(main, mask))).double().cpu()
+
+    hooks = [site.blend.register_forward_hook(take, with_kwargs=True) for site in sites]
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                outputs.feed(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    flat = reduced(torch.stack(list(sums.values())).flatten())
+    for i, site in enumerate(sites):
+        if flat[2 * i + 1] == 0:
+            raise StateError("calibration saw no valid position.", where=site.path, got="no batches, or all padding")
+        site.power.fixed, site.power.total, site.power.positions = True, flat[2 * i], flat[2 * i + 1]
+    return {site.path: site.power.value for site in sites}
+
+
+def recalibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> None:
+    """Renew the running statistics inside the students from the student view. Everything else stays in eval."""
+    modes = [(m, m.training) for m in model.modules()]
+    tracking = [m for s in sites for m in s.blend.student.modules() if getattr(m, "track_running_stats", False)]
+    try:
+        model.eval()
+        for module in tracking:
+            module.reset_running_stats()  # type: ignore[operator]
+            module.train()
+        with torch.no_grad():
+            for batch in batches:
+                outputs.feed(model, batch)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+# ---- saving and loading -------------------------------------------------------------------------------------------
+
+
+def save(plan: Plan, sites: list[Site], step: int, total: int | None) -> dict[str, Any]:
+    """See `Fade.state_dict`."""
+    rows: dict[str, Any] = {}
+    for site in sites:
+        if not site.teacher_hash and site.blend.teacher is not None:
+            site.teacher_hash = hash_of(site.blend.teacher)
+        rows[site.path] = {
+            "teacher_hash": site.teacher_hash,
+            "power": [site.power.total, site.power.positions, site.power.fixed],
+            "controller": site.driver.state_dict() if isinstance(site.driver, Controller) else None,
+            "structure": _structure_out(site),
+        }
+    return {
+        "version": STATE_VERSION,
+        "plan": plan.fingerprint(),
+        "step": step,
+        "total_steps": total,
+        "sites": rows,
+    }
+
+
+def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site]) -> tuple[int, int | None]:
+    """Check everything, then restore; returns step and total."""
+    try:
+        version, rows = saved["version"], dict(saved["sites"])
+        step, total = int(saved["step"]), saved["total_steps"]
+        fingerprint = saved["plan"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise PersistError(
+            "this is not the state of a fade.", got=repr(error), expected="what fade.state_dict() gave"
+        ) from None
+    if version != STATE_VERSION:
+        raise PersistError("the state has another format.", expected=f"version {STATE_VERSION}", got=version)
+    if fingerprint != plan.fingerprint():
+        raise PersistError(
+            "the state belongs to another plan.",
+            expected=plan.fingerprint(),
+            got=fingerprint,
+            do="install the plan that was saved (targets, student, gate, guidance, trains, seed); in stages, go to its stage",
+        )
+    if set(rows) != {site.path for site in sites}:
+        raise PersistError("the state has other sites.", expected=[s.path for s in sites], got=sorted(rows))
+    for site in sites:
+        own = hash_of(site.blend.teacher) if site.blend.teacher is not None else site.teacher_hash
+        if own != rows[site.path]["teacher_hash"]:
+            raise PersistError(
+                "the teacher is not the one of the saved run.",
+                where=site.path,
+                expected=f"weights with hash {rows[site.path]['teacher_hash'][:16]}",
+                got=own[:16],
+                do="load the same base model before install",
+            )
+    for site in sites:
+        row = rows[site.path]
+        site.teacher_hash = row["teacher_hash"]
+        total_power, positions, site.power.fixed = row["power"]
+        site.power.total, site.power.positions = float(total_power), float(positions)
+        if isinstance(site.driver, Controller):
+            site.driver.load_state_dict(row["controller"])
+        _structure_in(site, row["structure"])
+    return step, total
+
+
+def length_warning(own: int | None, saved: int | None) -> str:
+    """What to say when a resumed run names another length."""
+    return (
+        f"the saved run has total_steps={saved}, this one was installed with {own}: going on with {saved}. "
+        "Pass rescale=True to stretch the schedules to the new length."
+    )
+
+
+def _structure_out(site: Site) -> dict[str, Any] | None:
+    """The learned output structure, when plain data can tell it (dataclasses are learned again from the teacher)."""
+    blend = site.blend
+    if blend.where == "auto":
+        return None
+    where, bare = blend.where, blend.bare_student
+    try:
+        return {"where": where, "bare": bare, "skeleton": outputs.pack(blend.structure)}
+    except OutputError:
+        return None
+
+
+def _structure_in(site: Site, data: Mapping[str, Any] | None) -> None:
+    if data is not None:
+        site.blend.where, site.blend.bare_student = data["where"], bool(data["bare"])
+        site.blend.structure = outputs.unpack(data["skeleton"])
