@@ -9,24 +9,25 @@ represent its teacher it reaches a plateau, and a joint phase has to follow.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import outputs
-from .blend import Blend, Ledger, Term
+from .blend import Blend
+from .capture import Group, capture, parse_bytes
 from .errors import NonFiniteError, OutputError, PlanError, StateError
 from .guidance import DeepFeatureGuidance, Guidance
+from .ledger import Ledger, Term
 from .metrics import cosine_sum, count, power_sum
 from .site import Site
 from .students.base import isolated_random, site_seed
 
-__all__ = ["AlignReport", "Aligned", "Settings", "align", "parse_bytes"]
+__all__ = ["AlignReport", "Aligned", "Settings", "align"]
 
 Progress = Callable[[str, int, float], bool | None]
 
@@ -121,135 +122,6 @@ class AlignReport:
         return "\n".join([*lines, kept + ("" if self.complete else " (the memory budget was reached)")])
 
 
-def parse_bytes(value: int | str) -> int:
-    """Bytes from a number or from text such as `"512MiB"` or `"2GB"`.
-
-    Raises:
-        PlanError: It is neither.
-    """
-    if isinstance(value, int) and value > 0:
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", str(value), re.IGNORECASE)
-    if not found:
-        raise PlanError("this is not an amount of memory.", expected='"1GiB", "512MB" or bytes', got=repr(value))
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
-
-
-@dataclass
-class _Chunk:
-    """One captured call: the call with its tensors, its padding mask, and its number of samples."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    mask: Tensor | None
-    samples: int
-
-
-@dataclass
-class _Group:
-    """Calls of one site that differ in their samples only. Tensors named in `rows` are cut by sample."""
-
-    chunks: list[_Chunk]
-    rows: list[Tensor | None] = field(default_factory=list)
-    mask: Tensor | None = None
-    target: Tensor | None = None
-
-    def __len__(self) -> int:
-        return sum(chunk.samples for chunk in self.chunks)
-
-    def join(self) -> None:
-        """Lay the chunks' samples one after another."""
-        first = self.chunks[0]
-        columns = zip(*(list(outputs.tensors((c.args, c.kwargs))) for c in self.chunks), strict=True)
-        self.rows = [torch.cat(column) if _by_sample(column[0], first.samples) else None for column in columns]
-        self.mask = None if first.mask is None else torch.cat([c.mask for c in self.chunks if c.mask is not None])
-        for chunk in self.chunks[1:]:
-            chunk.args, chunk.kwargs, chunk.mask = (), {}, None
-
-    def call(self, index: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call for the samples at `index`. Shapes: [b]."""
-        rows = iter(self.rows)
-
-        def pick(tensor: Tensor) -> Tensor:
-            row = next(rows)
-            return tensor if row is None else row[index]
-
-        first = self.chunks[0]
-        args, kwargs = outputs.map_tensors((first.args, first.kwargs), pick)
-        return args, kwargs
-
-
-def _by_sample(tensor: Tensor, samples: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == samples
-
-
-class _Capture:
-    """Takes what each blend is called with while the teachers run, until the budget is reached."""
-
-    def __init__(self, sites: list[Site], ledger: Ledger, budget: int) -> None:
-        self.ledger, self.budget, self.bytes = ledger, budget, 0
-        self.groups: dict[str, list[_Group]] = {site.path: [] for site in sites}
-        self.pending: list[tuple[str, _Chunk]] = []
-        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self.by_module = {id(site.blend): site.path for site in sites}
-
-    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the blends."""
-        path = self.by_module[id(module)]
-        hidden = outputs.main_input(args, kwargs, path)
-        mask = self.ledger.mask if self.ledger.mask is not None else outputs.padding_mask(kwargs, hidden)
-        kept_args, kept_kwargs = outputs.map_tensors((args, dict(kwargs)), self._copy)
-        kept_mask = None if mask is None else self._copy(mask)
-        self.pending.append((path, _Chunk(kept_args, kept_kwargs, kept_mask, hidden.shape[0])))
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """One copy of each tensor per batch: masks are shared by all sites."""
-        if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = (tensor, tensor.detach().clone())
-        return self.copies[id(tensor)][1]
-
-    def commit(self) -> bool:
-        """Keep the batch that ran if it fits; False when the budget is reached."""
-        size = sum(copy.nbytes for _, copy in self.copies.values())
-        pending, self.pending, self.copies = self.pending, [], {}
-        if self.bytes + size > self.budget:
-            if self.bytes == 0:
-                raise PlanError(
-                    "the memory budget does not hold the inputs of a single batch.",
-                    expected=f"memory_budget of at least {size / 2**20:.1f} MiB",
-                    got=f"{self.budget / 2**20:.1f} MiB",
-                    do="smaller batches, fewer sites at a time, or a larger budget",
-                )
-            return False
-        self.bytes += size
-        for path, chunk in pending:
-            group = next((g for g in self.groups[path] if _same_but_samples(g.chunks[0], chunk)), None)
-            if group is None:
-                self.groups[path].append(_Group([chunk]))
-            else:
-                group.chunks.append(chunk)
-        return True
-
-
-def _same_but_samples(a: _Chunk, b: _Chunk) -> bool:
-    """Whether two calls may be laid one after another: same structure, same shapes per sample, same shared tensors."""
-    left, right = list(outputs.tensors((a.args, a.kwargs))), list(outputs.tensors((b.args, b.kwargs)))
-    if len(left) != len(right) or (a.mask is None) != (b.mask is None):
-        return False
-    if a.mask is not None and b.mask is not None and a.mask.shape[1:] != b.mask.shape[1:]:
-        return False
-    if repr(outputs.map_tensors((a.args, a.kwargs), lambda _: "tensor")) != repr(
-        outputs.map_tensors((b.args, b.kwargs), lambda _: "tensor")
-    ):
-        return False
-    for x, y in zip(left, right, strict=True):
-        if _by_sample(x, a.samples) != _by_sample(y, b.samples) or x.dtype != y.dtype:
-            return False
-        if x.shape[1:] != y.shape[1:] if _by_sample(x, a.samples) else not torch.equal(x, y):
-            return False
-    return True
-
-
 def align(
     model: nn.Module,
     sites: list[Site],
@@ -271,56 +143,22 @@ def align(
             "alignment needs the teachers, and some are gone.", where=", ".join(gone), do="align before the fade"
         )
     begin = time.perf_counter()
-    capture, complete = _capture(model, sites, ledger, batches, parse_bytes(memory_budget), forward)
+    taken, complete = capture(model, sites, ledger, batches, parse_bytes(memory_budget), forward)
     seconds = time.perf_counter() - begin
-    room = max(0, parse_bytes(memory_budget) - capture.bytes)
-    samples = sum(len(group) for group in capture.groups[sites[0].path])
+    room = max(0, parse_bytes(memory_budget) - taken.bytes)
+    samples = sum(len(group) for group in taken.groups[sites[0].path])
     rows = []
     for site in sites:
         with isolated_random(site_seed(seed, "align " + site.path), site.blend.weight.device):
-            trainer = _SiteTrainer(site, capture.groups.pop(site.path), settings, loss, room)
+            trainer = _SiteTrainer(site, taken.groups.pop(site.path), settings, loss, room)
             rows.append(trainer.run(progress))
-    return AlignReport(tuple(rows), samples, capture.bytes, seconds, complete)
-
-
-@torch.no_grad()
-def _capture(
-    model: nn.Module,
-    sites: list[Site],
-    ledger: Ledger,
-    batches: Iterable[Any],
-    budget: int,
-    forward: Callable[[nn.Module, Any], object] | None,
-) -> tuple[_Capture, bool]:
-    capture = _Capture(sites, ledger, budget)
-    modes = [(m, m.training) for m in model.modules()]
-    hooks = [site.blend.register_forward_pre_hook(capture.hook, with_kwargs=True) for site in sites]
-    complete = True
-    try:
-        model.eval()
-        for batch in batches:
-            (forward or outputs.feed)(model, batch)
-            if not capture.commit():
-                complete = False
-                break
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes:
-            module.training = mode
-    missing = [path for path, groups in capture.groups.items() if not groups]
-    if missing:
-        raise StateError(
-            "nothing was captured: the batches were empty, or the forward does not reach these sites.",
-            where=", ".join(missing),
-        )
-    return capture, complete
+    return AlignReport(tuple(rows), samples, taken.bytes, seconds, complete)
 
 
 class _SiteTrainer:
     """Trains one student on its groups of captured calls."""
 
-    def __init__(self, site: Site, groups: list[_Group], settings: Settings, loss: Guidance, room: int) -> None:
+    def __init__(self, site: Site, groups: list[Group], settings: Settings, loss: Guidance, room: int) -> None:
         self.site, self.groups, self.settings, self.loss = site, groups, settings, loss
         self.blend: Blend = site.blend
         for group in groups:
@@ -332,8 +170,8 @@ class _SiteTrainer:
         self._measure_power(room)
 
     def _split(self) -> None:
-        self.train: list[tuple[_Group, Tensor]] = []
-        self.held: list[tuple[_Group, Tensor]] = []
+        self.train: list[tuple[Group, Tensor]] = []
+        self.held: list[tuple[Group, Tensor]] = []
         for group in self.groups:
             order = torch.randperm(len(group), generator=self.dice)
             cut = min(len(group) - 1, math.ceil(self.settings.holdout * len(group)))
@@ -345,11 +183,11 @@ class _SiteTrainer:
                 "too few samples to hold some out.", where=self.site.path, got=[len(g) for g in self.groups]
             )
 
-    def _teacher(self, group: _Group, index: Tensor) -> Tensor:
+    def _teacher(self, group: Group, index: Tensor) -> Tensor:
         args, kwargs = group.call(index)
         return self.blend.main_of(self.blend.active_teacher()(*args, **kwargs)).detach()
 
-    def _student(self, group: _Group, index: Tensor) -> Tensor:
+    def _student(self, group: Group, index: Tensor) -> Tensor:
         args, kwargs = group.call(index)
         out = self.blend.call_student(args, kwargs)
         return self.blend.main_of(out)
@@ -391,18 +229,18 @@ class _SiteTrainer:
             self.site.power.observe(total, positions)
             self.site.power.fixed = True
 
-    def _branch(self, group: _Group, index: Tensor, out: Tensor) -> Tensor:
+    def _branch(self, group: Group, index: Tensor, out: Tensor) -> Tensor:
         if not self.blend.residual:
             return out
         args, kwargs = group.call(index)
         return out - outputs.main_input(args, kwargs)
 
-    def _mask(self, group: _Group, index: Tensor, like: Tensor) -> Tensor | None:
+    def _mask(self, group: Group, index: Tensor, like: Tensor) -> Tensor | None:
         if group.mask is None or not self.loss.mask:
             return None
         return outputs.valid_positions(group.mask[index], like, self.site.path)
 
-    def _error(self, group: _Group, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _error(self, group: Group, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Reduced error of some samples, and both outputs."""
         if group.target is None:
             with torch.no_grad():
@@ -429,7 +267,7 @@ class _SiteTrainer:
                 positions += n
         return error / max(positions, 1.0), cosine / max(positions, 1.0)
 
-    def _indices(self) -> Iterator[tuple[_Group, Tensor]]:
+    def _indices(self) -> Iterator[tuple[Group, Tensor]]:
         """Batches without end: every sample once per pass, groups mixed."""
         while True:
             pieces = []
@@ -483,7 +321,7 @@ class _SiteTrainer:
             for settings_of_group in optimizer.param_groups:
                 settings_of_group["lr"] = settings.lr * _rate(step - 1, settings.steps)
             value, *_ = self._error(group, index)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
             if not bool(torch.isfinite(norm)):
                 optimizer.zero_grad()

@@ -15,7 +15,6 @@ import contextlib
 import enum
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 
 from . import outputs
 from .errors import CrossfadeWarning, OutputError, StateError
+from .ledger import Ledger, Term
 from .metrics import cosine_sum, count, power_sum, squared_error_sum
 
-__all__ = ["Blend", "Ledger", "Route", "Term"]
+__all__ = ["Blend", "Route", "blends", "is_blend"]
 
 
 class Route(enum.Enum):
@@ -35,88 +35,6 @@ class Route(enum.Enum):
     MIX = "mix"
     SELECT = "select"
     STUDENT = "student"
-
-
-@dataclass(frozen=True)
-class Term:
-    """One call's contribution: 0-dim float32 tensors. `error` carries the gradient, the rest is detached.
-
-    Attributes:
-        error: Sum over valid positions of the guidance error.
-        positions: Number of valid positions.
-        power: Sum over valid positions of the teacher's mean square (the calibration of the relative reduction).
-    """
-
-    error: Tensor
-    positions: Tensor
-    power: Tensor
-
-
-class Ledger:
-    """What the forward passes of one model leave for the step: padding mask in, guidance terms and metrics out.
-
-    A copy of a model gets an empty ledger of its own: terms belong to the graph of the original.
-    """
-
-    def __init__(self) -> None:
-        self.mask: Tensor | None = None
-        self.explicit: Tensor | None = None
-        self.terms: dict[str, list[Term]] = {}
-        self.similarities: dict[str, list[Tensor]] = {}
-        self.finite: dict[str, Tensor] = {}
-        self._masks: list[Tensor | None] = []
-        self._masks_read = False
-
-    def begin_forward(self, mask: Tensor | None) -> None:
-        """Take the padding mask of the forward that begins; the user's explicit one wins. Shapes: [B, L], 1 = real."""
-        if self._masks_read:
-            self._masks, self._masks_read = [], False
-        self.mask = mask if self.explicit is None else self.explicit
-        self._masks.append(self.mask)
-
-    def read(self) -> dict[str, list[Term]]:
-        """The guidance terms since the last read; they are forgotten here."""
-        terms, self.terms = self.terms, {}
-        self._masks_read = True
-        return terms
-
-    def check_recomputation(self, site: str) -> None:
-        """Refuse to recompute (gradient checkpointing) when the mask of that forward cannot be told.
-
-        Raises:
-            StateError: Two forwards with different masks preceded this backward.
-        """
-        first, *rest = self._masks or [None]
-        if any((m is None) != (first is None) or (m is not None and not torch.equal(m, first)) for m in rest):  # type: ignore[arg-type]
-            raise StateError(
-                "gradient checkpointing recomputes a forward whose padding mask is no longer known.",
-                where=site,
-                expected="one forward per fade.guidance() and backward",
-                got=f"{len(self._masks)} forwards with different masks",
-                do="run the backward (and read fade.guidance()) after each forward",
-            )
-
-    def watch(self, site: str, *values: Tensor) -> None:
-        """Remember, without a device synchronisation, whether `values` were finite."""
-        ok = torch.stack([torch.isfinite(v.detach()).all() for v in values]).all()
-        self.finite[site] = ok & self.finite[site] if site in self.finite else ok
-
-    def clear(self) -> None:
-        """Forget everything that belongs to the step that ends."""
-        self.terms, self.similarities, self.finite = {}, {}, {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
-        """An empty ledger, one for all blends of the copy."""
-        memo[id(self)] = fresh = Ledger()
-        return fresh
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: graphs are not written to files."""
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """An empty ledger."""
-        self.__init__()  # type: ignore[misc]
 
 
 class _Connect(torch.autograd.Function):
@@ -129,7 +47,7 @@ class _Connect(torch.autograd.Function):
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch types it with *args.
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.shapes is None:
             return (grad, None, *([None] * ctx.n))
         return (grad, None, *(torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.shapes))
@@ -272,7 +190,9 @@ class Blend(nn.Module):
             )
         if guided or observe:
             target = t.detach()
-            if target.is_inference():  # Made under inference mode: it cannot be saved for a backward.
+            if (
+                not torch.compiler.is_compiling() and target.is_inference()
+            ):  # Made under inference mode: it cannot be saved for a backward.
                 target = target.clone()
             self._record(guided, observe, self.main_of(s_guided), target, (args, kwargs))
         return self._join(route, t_out, s_out, t, s)
@@ -434,7 +354,7 @@ class Blend(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Blend:
         """Follow a move to another device, never a cast: alpha stays float32."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
         device = fn(torch.empty((), dtype=torch.float32, device=self.weight.device)).device
         if device.type != "meta":
             self.alpha, self.weight = self.alpha.to(device), self.weight.to(device)
@@ -453,8 +373,8 @@ class Blend(nn.Module):
         if isinstance(value, Tensor) and not self.__dict__.get("tensors_may_be_read", False):
             self.__dict__["tensors_may_be_read"] = True  # Once is enough.
             warnings.warn(
-                f"{self.path}: code outside reads the tensor {name!r} of a module that is being replaced; if it computes "
-                "with it, the student is bypassed. Replace the module that reads it instead.",
+                f"{self.path}: code outside reads the tensor {name!r} of a module that is being replaced; if it "
+                "computes with it, the student is bypassed. Replace the module that reads it instead.",
                 CrossfadeWarning,
                 stacklevel=2,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -37,7 +38,7 @@ class Changes:
             parent, name = parent_of(model, path)
             before = parent._modules[name]
             # Through the dictionary, since a name may hold a dot; the key keeps its place in the order.
-            self._undo.append(lambda p=parent, n=name, m=before: p._modules.__setitem__(n, m))  # type: ignore[misc]
+            self._undo.append(functools.partial(parent._modules.__setitem__, name, before))
             parent._modules[name] = module
 
     def set(self, owner: Any, name: str, value: Any) -> None:

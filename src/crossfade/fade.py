@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,9 +21,9 @@ from torch.optim import Optimizer
 
 from . import align as alignment
 from . import outputs, state, training
-from .blend import Ledger, Route, Term
+from .blend import Route
 from .changes import Changes, unwrapped
-from .errors import NonFiniteError, StateError
+from .errors import StateError
 from .finalize import (
     Receipt,
     check_over,
@@ -37,6 +38,7 @@ from .finalize import (
 )
 from .gates import Controller
 from .guidance import Guidance
+from .ledger import Ledger, Term
 from .plan import Plan
 from .site import Site
 
@@ -82,7 +84,7 @@ class Fade:
         self.ended = False
         # As data, not as closures: a copied model gets a handle whose flags are those of its own parameters.
         self._flags = flags
-        self.hook_id: int | None = None
+        self.hook_id = -1
         self._mode_found = model.training
         self._snapshot = snapshot
         self._seen: dict[str, list[Term]] = {}
@@ -127,8 +129,7 @@ class Fade:
                 got="a call of fade.step()",
                 do="remove the call, or do not attach",
             )
-        self._check_finite()
-        self._check_read()
+        self.ledger.check_step(self._last, self.step_count)
         self._advance()
 
     def attach(self, *optimizers: Optimizer) -> None:
@@ -162,8 +163,7 @@ class Fade:
         self._handles, self._optimizers = [], ()
 
     def _before_step(self, *_: Any) -> None:
-        self._check_finite()
-        self._check_read()
+        self.ledger.check_step(self._last, self.step_count)
         for site in self.sites:
             if site.weight == 1.0 and site.lam == 0.0 and self._viewing is None:
                 for parameter in site.blend.student.parameters():
@@ -181,29 +181,6 @@ class Fade:
         self._seen = {}
         self.ledger.clear()
         self.seek(self.step_count + 1)
-
-    def _check_read(self) -> None:
-        unread = [path for path, terms in self.ledger.terms.items() if terms]
-        if unread:
-            raise StateError(
-                "guidance was recorded but not added to the loss.",
-                where=", ".join(unread[:3]),
-                expected="loss = task_loss + fade.guidance(), before the backward",
-            )
-
-    def _check_finite(self) -> None:
-        """One device synchronisation for all sites; the optimizer has not moved yet."""
-        flags = dict(self.ledger.finite)
-        for path, value in self._last.items():
-            flags[path] = torch.isfinite(value) & flags.get(path, torch.ones_like(value, dtype=torch.bool))
-        if flags and not bool(torch.stack([flag.to("cpu") for flag in flags.values()]).all()):
-            bad = [path for path, flag in flags.items() if not bool(flag)]
-            raise NonFiniteError(
-                "a teacher, student or guidance value is not finite; the optimizer has not moved.",
-                where=", ".join(bad),
-                got=f"step {self.step_count}",
-                do="look at the inputs of this site; lower the rate, or clip the gradients",
-            )
 
     # ---- the loss ----------------------------------------------------------------------------------------------
 
@@ -468,7 +445,7 @@ class Fade:
             training.freeze(changes, self.model, self.sites, plan.trains)
             for site in self.sites:
                 old = site.swap
-                changes.later(lambda s=site, o=old: s.drive(o))  # type: ignore[misc]
+                changes.later(functools.partial(site.drive, old))
                 site.drive(swaps[id(old)])
                 site.seek(0, total_steps, plan.seed)
                 if site.blend.teacher is None and (site.alpha > 0 or site.lam > 0):
@@ -515,7 +492,8 @@ class Fade:
         if recalibrate is not None:
             with self.view("student"):
                 state.recalibrate(self.model, self.sites, recalibrate)
-        gap, before = float("nan"), None
+        gap: float | None = None
+        before = None
         if probe is not None:
             with self.view("student"):
                 before = look(self.model, probe)
@@ -567,8 +545,9 @@ class Fade:
 
     def _end(self) -> None:
         self.detach()
-        self.model._forward_pre_hooks.pop(self.hook_id, None)  # type: ignore[arg-type]
-        self.model._forward_pre_hooks_with_kwargs.pop(self.hook_id, None)  # type: ignore[arg-type]
+        # By key and not through the handle, which in a copied model still belongs to the original.
+        self.model._forward_pre_hooks.pop(self.hook_id, None)
+        self.model._forward_pre_hooks_with_kwargs.pop(self.hook_id, None)
         self.model.__dict__.pop("_crossfade", None)
         self.ended = True
         self.sites, self.ledger = [], Ledger()
@@ -590,7 +569,7 @@ class Fade:
     def __deepcopy__(self, memo: dict[int, Any]) -> Fade:
         """The handle of a copied model: same step and plan, no optimizer, an empty ledger."""
         memo[id(self)] = new = Fade.__new__(Fade)
-        skipped = {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}}
+        skipped: dict[str, Any] = {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}}
         for name, value in self.__dict__.items():
             new.__dict__[name] = skipped[name] if name in skipped else copy.deepcopy(value, memo)
         return new

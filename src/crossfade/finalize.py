@@ -32,7 +32,7 @@ class Receipt:
         step: Optimizer step at which it happened, of `total_steps`.
         forced: Whether some teacher still had weight.
         probed: Whether a batch was given; then the student view before and the plain model after were bit-equal.
-        gap: Largest absolute difference between blend and student view on the probe batch (0 unless forced); NaN
+        gap: Largest absolute difference between blend and student view on the probe batch (0 unless forced); None
             without a probe.
         plan: The plan as data, or None if it holds unregistered parts.
     """
@@ -42,12 +42,12 @@ class Receipt:
     total_steps: int | None
     forced: bool
     probed: bool
-    gap: float
+    gap: float | None
     plan: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; an unmeasured gap is None."""
-        return asdict(self) | {"gap": None if math.isnan(self.gap) else self.gap}
+        """Plain data for JSON."""
+        return asdict(self)
 
 
 # A finalized model carries nothing of ours, so what it was made from is kept beside it, as long as it lives.
@@ -151,7 +151,7 @@ def prove(model: nn.Module, sites: list[Site], before: Any, batch: Any) -> None:
             where=", ".join(site.path for site in sites),
             expected="bit-equal outputs in eval mode",
             got=f"largest difference {gap:.3g}",
-            do="the model was put back; a module that changes on every call (dropout left on, counters) is the usual cause",
+            do="the model was put back; a module that changes on every call is the usual cause",
         )
 
 
@@ -172,7 +172,7 @@ def put_teacher_back(changes: Changes, model: nn.Module, site: Site, *, as_found
 
 
 def write_receipt(
-    plan: Plan, sites: list[Site], step: int, total: int | None, *, forced: bool, probed: bool, gap: float
+    plan: Plan, sites: list[Site], step: int, total: int | None, *, forced: bool, probed: bool, gap: float | None
 ) -> Receipt:
     """The receipt of these sites."""
     rows = {

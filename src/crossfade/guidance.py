@@ -2,10 +2,10 @@
 
     L = L_task + sum_l lambda_l(t) ||S_l(h_l) - sg[T_l(h_l)]||^2
 
-DFG (Deep Feature Guidance, arXiv 2511.18670) is the squared form, nearly free since both outputs are there. `lambda` has
-its own schedule: following alpha as in the paper (`schedule="alpha"`), staying to the end (the default: it won in our
-trials), or any other. The teacher's output is always a constant target; everything is computed in float32, never over
-padding. At the end of the run (t = 1) guidance is over by definition.
+DFG (Deep Feature Guidance, arXiv 2511.18670) is the squared form, nearly free since both outputs are there. `lambda`
+has its own schedule: following alpha as in the paper (`schedule="alpha"`), staying to the end (the default: it won in
+our trials), or any other. The teacher's output is always a constant target; everything is computed in float32, never
+over padding. At the end of the run (t = 1) guidance is over by definition.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .blend import Term
 from .errors import PlanError
+from .ledger import Term
 from .metrics import cosine_sum, count, squared_error_sum
 from .registry import register
 from .schedules import Resolver, Schedule, ScheduleLike, as_schedule, resolve, value_at
@@ -106,7 +106,7 @@ class DeepFeatureGuidance:
 
     def __post_init__(self) -> None:
         for name, value in {"weight": self.weight, **self.site_weights}.items():
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0.0):
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0.0:
                 raise PlanError("a guidance weight must be a number >= 0.", where=name, got=repr(value))
         if self.reduction not in ("relative", "mean", "sum", "cosine"):
             raise PlanError("unknown reduction.", expected="relative | mean | sum | cosine", got=repr(self.reduction))

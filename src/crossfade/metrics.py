@@ -102,7 +102,8 @@ def cka(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
         s, t = s[keep], t[keep]
     s, t = s - s.mean(0), t - t.mean(0)
     scale = torch.linalg.matrix_norm(s.mT @ s) * torch.linalg.matrix_norm(t.mT @ t)
-    return torch.linalg.matrix_norm(t.mT @ s).square() / scale.clamp_min(torch.finfo(s.dtype).tiny)
+    result: Tensor = torch.linalg.matrix_norm(t.mT @ s).square() / scale.clamp_min(torch.finfo(s.dtype).tiny)
+    return result
 
 
 def bernoulli_variance(p: float, difference: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ def main(output: Any, where: Where, site: str = "") -> Tensor:
         OutputError: There is no tensor at that place.
     """
     try:
-        value = output if where is None else _fields(output)[where] if isinstance(where, str) else output[where]  # type: ignore[index]
+        source: Any = (_fields(output) or {}) if isinstance(where, str) else output
+        value = output if where is None else source[where]
     except (KeyError, IndexError, TypeError):
         value = None
     if not isinstance(value, Tensor):
@@ -106,13 +107,13 @@ def set_main(output: Any, where: Where, tensor: Tensor | None) -> Any:
     if where is None:
         return tensor
     if isinstance(output, tuple):
-        items = [tensor if i == where else item for i, item in enumerate(output)]
+        items: list[Any] = [tensor if i == where else item for i, item in enumerate(output)]
         return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     if isinstance(output, list):
         return [tensor if i == where else item for i, item in enumerate(output)]
     result = copy.copy(output)
-    if isinstance(result, Mapping):
-        result[where] = tensor  # type: ignore[index]
+    if isinstance(result, MutableMapping):
+        result.__setitem__(where, tensor)
     else:
         object.__setattr__(result, str(where), tensor)
     return result
@@ -134,8 +135,8 @@ def skeleton(output: Any) -> Any:
         return None
     result = copy.copy(output)
     for key, item in fields.items():
-        if isinstance(result, Mapping):
-            result[key] = _plain(item)  # type: ignore[index]
+        if isinstance(result, MutableMapping):
+            result.__setitem__(key, _plain(item))
         else:
             object.__setattr__(result, key, _plain(item))
     if isinstance(result, tuple):
@@ -251,8 +252,8 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
         return value
     result = copy.copy(value)
     for key, item in fields.items():
-        if isinstance(result, Mapping):
-            result[key] = map_tensors(item, fn)  # type: ignore[index]
+        if isinstance(result, MutableMapping):
+            result.__setitem__(key, map_tensors(item, fn))
         else:
             object.__setattr__(result, key, map_tensors(item, fn))
     return result
@@ -276,7 +277,9 @@ def refuse_caches(value: Any, site: str) -> None:
             refuse_caches(item, site)
     elif isinstance(value, dict):
         refuse_caches(tuple(value.values()), site)
-    elif value is not None and any(base.__name__ == "Cache" for base in type(value).__mro__):
+    elif not isinstance(value, (Tensor, bool, int, float, str)) and any(
+        base.__name__ == "Cache" for base in type(value).__mro__
+    ):
         raise StateError(
             "a key/value cache reached a site where teacher and student both run: both would write to it.",
             where=site,

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -228,10 +227,9 @@ def _read_weights(folder: Path, recipe: Mapping[str, Any]) -> dict[str, Tensor]:
 def _receipt(recipe: Mapping[str, Any]) -> Receipt:
     data = dict(recipe["receipt"])
     try:
-        receipt = Receipt(**data)
+        return Receipt(**data)
     except TypeError as error:
         raise PersistError("the receipt cannot be read.", got=str(error)) from None
-    return replace(receipt, gap=float("nan") if receipt.gap is None else receipt.gap)
 
 
 def _sha256(path: Path) -> str:

@@ -127,7 +127,7 @@ class Plan:
             )
         if version != PLAN_VERSION:
             raise PlanError("this plan has another format.", expected=f"version {PLAN_VERSION}", got=version)
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if type(seed) is not int:
             raise PlanError("the seed is a whole number.", got=repr(seed))
         if not isinstance(trains, str):
             trains = tuple(trains)

@@ -89,11 +89,11 @@ class PassThrough(nn.Module):
         """Take the keys of a plain checkpoint for the module that stood here."""
         module = self.held[1]
         if module is None:
-            return super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc,no-any-return]
+            return super()._load_from_state_dict(state_dict, prefix, *rest)
         own = {key: state_dict.pop(prefix + key) for key in module.state_dict() if prefix + key in state_dict}
         if own:
             module.load_state_dict(own)
-        return super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc,no-any-return]
+        return super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def shorten(changes: Changes, model: nn.Module, run: Run, student: nn.Module) -> None:

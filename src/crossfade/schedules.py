@@ -147,7 +147,7 @@ class InSteps:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
-        if not isinstance(self.total, int) or self.total < 1:
+        if type(self.total) is not int or self.total < 1:
             raise PlanError("a schedule in steps needs a whole number of steps.", expected=">= 1", got=self.total)
 
     def __call__(self, t: float) -> float:
@@ -240,7 +240,8 @@ def value_at(schedule: Schedule, step: int, total: int | None) -> float:
         PlanError: The schedule follows progress but the run's length is unknown, or its value is not finite.
     """
     if isinstance(schedule, InSteps):
-        schedule, total = schedule.schedule, schedule.total
+        own = schedule
+        schedule, total = own.schedule, own.total
     if total is None:
         raise PlanError(
             "this schedule follows the run's progress, but the run's length is unknown.",

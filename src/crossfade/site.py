@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .blend import Blend, Term
+from .blend import Blend
 from .errors import StateError
 from .gates import Controller, alpha_of_site, check_alpha, draw_key, uniform
 from .guidance import Power, lambda_at
+from .ledger import Term
 from .plan import Swap
 from .runs import PassThrough
 from .schedules import InSteps, Schedule, value_at

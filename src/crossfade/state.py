@@ -12,9 +12,9 @@ import torch.distributed
 from torch import Tensor, nn
 
 from . import outputs
-from .blend import Term
 from .errors import OutputError, PersistError, StateError
 from .gates import Controller
+from .ledger import Term
 from .metrics import count, power_sum
 from .plan import Plan
 from .site import Site
@@ -133,7 +133,7 @@ def recalibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> 
     try:
         model.eval()
         for module in tracking:
-            module.reset_running_stats()  # type: ignore[operator]
+            module.reset_running_stats()  # type: ignore[operator]  # torch types a module's attributes as tensors
             module.train()
         with torch.no_grad():
             for batch in batches:
@@ -184,7 +184,8 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site]) -> tuple[int, 
             "the state belongs to another plan.",
             expected=plan.fingerprint(),
             got=fingerprint,
-            do="install the plan that was saved (targets, student, gate, guidance, trains, seed); in stages, go to its stage",
+            do="install the plan that was saved (targets, student, gate, guidance, trains, seed); "
+            "in stages, go to its stage",
         )
     if set(rows) != {site.path for site in sites}:
         raise PersistError("the state has other sites.", expected=[s.path for s in sites], got=sorted(rows))

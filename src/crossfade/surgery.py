@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from . import outputs
-from .blend import Blend, Ledger
+from .blend import Blend
 from .changes import Changes, refuse_wrapped
 from .errors import OutputError, PlanError, SelectionError, StateError
 from .fade import Fade, Release
+from .ledger import Ledger
 from .plan import Plan, Swap
 from .runs import Chain, PassThrough
 from .site import Site
@@ -87,7 +88,7 @@ def install(
         raise StateError("a plan is already installed in this model.", do="finalize or revert it first")
     if not isinstance(plan, Plan):
         raise PlanError("this is not a plan.", expected="a crossfade.Plan", got=type(plan).__name__)
-    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+    if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
         raise PlanError("total_steps is a whole number of optimizer steps.", expected=">= 1", got=repr(total_steps))
     if release not in ("when_done", "finalize"):
         raise PlanError("unknown release.", expected='"when_done" or "finalize"', got=repr(release))

@@ -11,20 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import SequenceMatcher
-from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias, overload
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from crossfade.errors import SelectionError
+from .errors import SelectionError
+from .globs import compile_glob
 
 __all__ = ["Match", "Run", "Selection", "Target", "Targets", "parent_of", "resolve", "select"]
 
 _RUN = re.compile(r"(?s)(.*)\[(-?\d+)?:(-?\d+)?\]")
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_TOKEN = re.compile(r"(?s)\*+|\[([!^]?)([^\]]+)\]|.")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole segment of digits: the index of a layer
 _SEE_ALL = "see every path with print(crossfade.select(model))"
 _SHOWN = 6  # notes and conflicts that a table prints before it only counts them
@@ -49,7 +47,7 @@ class Run:
     stop: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.container, str) or not (_is_int(self.start) and _is_int(self.stop)):
+        if type(self.container) is not str or not (_is_int(self.start) and _is_int(self.stop)):
             raise SelectionError(
                 "a run needs a path and two integers.", got=repr(self), do='e.g. Run("encoder.layer", 0, 2)'
             )
@@ -290,7 +288,7 @@ def select(
     every: int | None = None,
     indices: Sequence[int] | None = None,
 ) -> Selection:
-    """Finds the modules that a target names; changes nothing.
+    r"""Finds the modules that a target names; changes nothing.
 
     A target is one of:
 
@@ -299,7 +297,7 @@ def select(
       end for a run of a container (`name[:-1]`, `name[2:]`). Matching takes time linear in the pattern: a glob
       becomes a regex of atomic groups, which never backtracks into an earlier star;
     - a sequence of strings: exact paths (or runs), each of which must exist;
-    - a compiled regex: `fullmatch` on the path (nested quantifiers such as `(\\w+)*` are yours to avoid);
+    - a compiled regex: `fullmatch` on the path (nested quantifiers such as `(\w+)*` are yours to avoid);
     - a class: `isinstance`; or a predicate `(path, module) -> bool`; or a `Run`; or a `Targets`.
 
     A module that stands at several paths is one match, hit when any of its paths is. The model itself is never a
@@ -407,3 +405,261 @@ class _Index:
     def match(self, paths: Iterable[str], modules: tuple[nn.Module, ...]) -> Match:
         paths, parameters = tuple(paths), _count(modules)
         return Match(paths[0], paths, modules[0], modules, parameters, parameters / max(self.total, 1))
+
+    def runs(self, containers: Iterable[str], start: int | None, stop: int | None) -> list[Match]:
+        """The run at every container; containers that are the same object are one match at several paths."""
+        found: dict[int, tuple[nn.Module, list[str]]] = {}
+        for path in containers:
+            module = self.model if path == "" else self.modules.get(path)
+            if module is None:
+                raise SelectionError(f'no module stands at "{path}".', got=self.size, do=self.nearest(path))
+            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                raise SelectionError(
+                    "a run is cut from a ModuleList or a Sequential.", where=path, got=type(module).__name__
+                )
+            found.setdefault(id(module), (module, []))[1].append(path)
+        return [self.run(module, paths, start, stop) for module, paths in found.values()]
+
+    def run(self, container: nn.Module, paths: list[str], start: int | None, stop: int | None) -> Match:
+        items = list(container.children()) if len(container._modules) == len(set(container._modules.values())) else None
+        length = len(container._modules)
+        first, end = (0 if start is None else start), (length if stop is None else stop)
+        first, end = (i + length if i < 0 else i for i in (first, end))
+        if items is None or not 0 <= first < end <= length:
+            raise SelectionError(
+                "the run does not lie in its container."
+                if items is not None
+                else "the container holds one module twice, so a run of it is not clear.",
+                where=paths[0] or "the model itself",
+                expected=f"0 <= start < stop <= {length}",
+                got=f"[{'' if start is None else start}:{'' if stop is None else stop}]",
+            )
+        return self.match([str(Run(path, first, end)) for path in paths], tuple(items[first:end]))
+
+    def entries(self, names: Sequence[str], role: str) -> list[Match]:
+        """Exact names; each must exist."""
+        found = []
+        for name in names:
+            if run := _RUN.fullmatch(name):
+                found += self.runs([run[1]], *_ends(run))
+            elif name not in self.modules or name == "":
+                raise self.nothing(name, role)
+            else:
+                module = self.modules[name]
+                found.append(self.match(self.places[id(module)], (module,)))
+        return found
+
+    def nothing(self, target: Target, role: str) -> SelectionError:
+        """The error for a target without a match."""
+        test = None if isinstance(target, (Run, Targets)) or _is_names(target) else _predicate(target)
+        if test is not None and not isinstance(target, (str, re.Pattern)) and test("", self.model):
+            return _root_error()
+        return SelectionError(
+            f"the {role} {_describe(target)} matched {self.size}.",
+            do=f"{self.nearest(target) if isinstance(target, str) else 'look at the paths'}; {_SEE_ALL}",
+        )
+
+    def nearest(self, path: str) -> str:
+        """The closest paths, layers that differ in their number counted as one kind."""
+        kinds = Counter(_NUMBER.sub("*", name) for name in self.modules if name)
+        first: dict[str, str] = {}
+        for name in self.modules:
+            first.setdefault(_NUMBER.sub("*", name), name)
+        wanted = _NUMBER.sub("*", path)
+        ranked = sorted(kinds, key=lambda kind: SequenceMatcher(None, wanted, kind).ratio(), reverse=True)[:3]
+        shown = [f'"{first[k]}"' + (f" (and {kinds[k] - 1} like it)" if kinds[k] > 1 else "") for k in ranked]
+        return f"nearest paths: {', '.join(shown)}" if shown else "the model has no modules"
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Every (path, module, parent), also repeated ones; installed blends are not entered."""
+    stack: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
+    while stack:
+        path, module, parent = stack.pop()
+        yield path, module, parent
+        if getattr(type(module), "__crossfade_blend__", False):
+            continue
+        children = [(f"{path}.{n}" if path else n, c, module) for n, c in module._modules.items() if c is not None]
+        stack.extend(reversed(children))
+
+
+def _locate(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
+    """Parent and name of the module at `path`. A name may hold dots, so every split is tried, short names first."""
+    if path in model._modules and model._modules[path] is not None:
+        return model, path
+    for i, letter in enumerate(path):
+        child = model._modules.get(path[:i]) if letter == "." else None
+        found = None if child is None else _locate(child, path[i + 1 :])
+        if found is not None:
+            return found
+    return None
+
+
+# ---- what a target means -----------------------------------------------------------------------------------------
+
+
+def _predicate(target: Target) -> Callable[[str, nn.Module], bool]:
+    if isinstance(target, str):
+        pattern = compile_glob(target)
+        return lambda path, _: pattern.fullmatch(path) is not None
+    if isinstance(target, re.Pattern):
+        return lambda path, _: target.fullmatch(path) is not None
+    if isinstance(target, type):
+        return lambda _, module: isinstance(module, target)
+    assert callable(target)
+    return target
+
+
+def _ends(run: re.Match[str]) -> tuple[int | None, int | None]:
+    return (None if run[2] is None else int(run[2])), (None if run[3] is None else int(run[3]))
+
+
+def _valid(target: object, role: str) -> Target:
+    """The target, a list of names as a tuple.
+
+    Raises:
+        SelectionError: It is none of the kinds that `select` knows.
+    """
+    if isinstance(target, str):
+        if not target:
+            raise SelectionError(f"the {role} is empty.", expected="a path or pattern", do=_SEE_ALL)
+        if not _RUN.fullmatch(target):
+            compile_glob(target)
+        return target
+    if isinstance(target, type) and not issubclass(target, nn.Module):
+        raise SelectionError(
+            f"the {role} is a class of something else.", expected="a module class", got=target.__name__
+        )
+    if isinstance(target, (re.Pattern, type, Run, Targets)):
+        return target
+    if isinstance(target, Sequence) and not isinstance(target, (bytes, bytearray)):
+        if target and all(isinstance(name, str) for name in target):
+            return tuple(target)
+        raise SelectionError(f"the {role} is not a list of names.", expected="one or more strings", got=repr(target))
+    if callable(target) and not isinstance(target, nn.Module):
+        return target
+    raise SelectionError(
+        f"this is no {role}.",
+        expected="a glob, a list of paths, a compiled regex, a module class, a predicate, a Run or Targets",
+        got=repr(target) if not isinstance(target, nn.Module) else type(target).__name__,
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_names(target: object) -> bool:
+    return isinstance(target, Sequence) and not isinstance(target, str)
+
+
+def _valid_count(way: str, n: int) -> int:
+    if not _is_int(n) or n < 1:
+        raise SelectionError(f"{way} takes a whole number from 1.", got=repr(n))
+    return n
+
+
+def _valid_indices(indices: Sequence[int]) -> tuple[int, ...]:
+    if not _is_names(indices) or not all(map(_is_int, indices)) or not indices:
+        raise SelectionError("indices takes one or more whole numbers.", got=repr(indices))
+    return tuple(indices)
+
+
+# ---- what to know, and what cannot be ------------------------------------------------------------------------------
+
+
+def _impossible(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
+    """Sites that cannot be replaced whatever the others are."""
+    for match in matches:
+        if isinstance(match.module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            items = [f"{match.path}.{name}" for name in match.module._modules]
+            yield f'"{match.path}" is a {match.class_name} without a forward; name its items ({_quoted(items)})'
+        for parent in index.parents.get(id(match.module), []):
+            if isinstance(parent, nn.MultiheadAttention):
+                yield (
+                    f'"{match.path}" is read by its MultiheadAttention through its weight and never called; '
+                    "replace the whole attention"
+                )
+        if getattr(type(match.module), "__crossfade_blend__", False):
+            yield f'"{match.path}" is already being replaced; finalize or revert first'
+
+
+def _clashes(matches: Sequence[Match]) -> Iterator[str]:
+    """Pairs of sites of which one holds the other."""
+    owner: dict[int, Match] = {}
+    for match in matches:
+        for module in match.modules:
+            if (other := owner.setdefault(id(module), match)) is not match:
+                yield f'"{other.path}" and "{match.path}" share a module'
+    for match in matches:
+        for top in match.modules:
+            for module in top.modules():
+                inner = owner.get(id(module))
+                if module is not top and inner is not None and inner is not match:
+                    yield f'"{match.path}" contains "{inner.path}"'
+
+
+def _shared(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
+    for match in matches:
+        if len(match.paths) > 1:
+            yield f'"{match.path}" stands at {len(match.paths)} paths; all of them are replaced'
+
+
+def _tied(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
+    """Parameters of a site that also stand outside all sites: replacing the site severs the tie."""
+    inside = {id(module) for match in matches for top in match.modules for module in top.modules()}
+    outside: dict[int, str] = {}
+    for path, module in index.modules.items():
+        if id(module) not in inside:
+            for name, parameter in module.named_parameters(recurse=False):
+                outside.setdefault(id(parameter), f"{path}.{name}".lstrip("."))
+    for match in matches:
+        for offset, top in enumerate(match.modules):
+            base = match.path if match.run is None else f"{match.run.container}.{match.run.start + offset}"
+            for name, parameter in top.named_parameters():
+                if id(parameter) in outside:
+                    yield f'"{base}.{name}" is tied to "{outside[id(parameter)]}"; the student will not be'
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def _count(modules: Iterable[nn.Module]) -> int:
+    """Elements of the modules' parameters, each tensor counted once."""
+    own = {id(p): p for module in modules for p in module.parameters()}
+    return sum(0 if isinstance(p, UninitializedParameter) else p.numel() for p in own.values())
+
+
+def _places(match: Match) -> str:
+    more = len(match.paths) - 1
+    return match.path + (f" (also at {match.paths[1]}{f' and {more - 1} more' if more > 1 else ''})" if more else "")
+
+
+def _plural(n: int, word: str, ending: str = "s") -> str:
+    return f"{n} {word}{'' if n == 1 else ending}"
+
+
+def _quoted(paths: Iterable[str]) -> str:
+    names = list(paths)
+    return ", ".join(f'"{name}"' for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _describe(target: object) -> str:
+    if isinstance(target, str):
+        return f'pattern "{target}"'
+    if isinstance(target, re.Pattern):
+        return f"regex {target.pattern!r}"
+    if isinstance(target, type):
+        return f"class {target.__name__}"
+    return (
+        repr(target)
+        if isinstance(target, (Run, Targets, tuple))
+        else f"predicate {getattr(target, '__name__', target)!r}"
+    )
+
+
+def _root_error() -> SelectionError:
+    return SelectionError(
+        "the model itself cannot be a site: it has no parent in which to replace it.",
+        do="wrap it (nn.ModuleDict or a module of yours that holds it), or name its children",
+    )

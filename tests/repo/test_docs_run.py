@@ -16,9 +16,7 @@ from tests.repo import project
 # "python no-run: needs a GPU". Each one stands here too, so that none is skipped by accident.
 NOT_RUN: set[tuple[str, str]] = set()
 
-_FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=indent)``` *$", re.DOTALL | re.MULTILINE
-)
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=indent)``` *$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_the_block_parser_reads_what_it_should() -> None:
-    text = (
-        "a\n```python\nx = 1\n```\n- item\n  ```python no-run: needs a GPU\n  y = 2\n  ```\n```text\nz\n```\n"
-    )
+    text = "a\n```python\nx = 1\n```\n- item\n  ```python no-run: needs a GPU\n  y = 2\n  ```\n```text\nz\n```\n"
     assert [(b.info, b.code.strip(), b.line) for b in blocks(text)] == [
         ("python", "x = 1", 3),
         ("python no-run: needs a GPU", "y = 2", 7),

@@ -115,11 +115,7 @@ def test_import_loads_no_third_party_module_but_torch_and_safetensors(seen: dict
 
 
 def test_import_loads_neither_the_command_line_nor_the_lab_nor_an_integration(seen: dict[str, Any]) -> None:
-    outer = [
-        name
-        for name in seen["new"]
-        if name.startswith(("crossfade.cli", "crossfade.lab", "crossfade.integr"))
-    ]
+    outer = [name for name in seen["new"] if name.startswith(("crossfade.cli", "crossfade.lab", "crossfade.integr"))]
     assert outer == []
 
 

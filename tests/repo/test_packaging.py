@@ -31,9 +31,7 @@ def pyproject() -> dict[str, Any]:
 
 def pins() -> dict[str, Version]:
     """The tested set: lower-case name -> version."""
-    lines = [
-        line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
-    ]
+    lines = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     found = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)==([\w.!+]+)", line)
@@ -89,9 +87,7 @@ def test_the_tested_set_pins_what_make_installs_within_the_declared_bounds(extra
 
 
 def test_the_tested_set_fits_every_platform() -> None:
-    foreign = [
-        name for name in pins() if name.startswith(("nvidia-", "cuda-")) or name in {"triton", "crossfade"}
-    ]
+    foreign = [name for name in pins() if name.startswith(("nvidia-", "cuda-")) or name in {"triton", "crossfade"}]
     assert foreign == []
 
 
@@ -151,9 +147,7 @@ def test_every_ignored_rule_has_its_reason() -> None:
 
 
 def test_a_bare_ignored_rule_is_found() -> None:
-    seen, bare = ignores_without_a_reason(
-        ["ignore = [", '    "D105", # Reason enough for it.', '    "D107",', "]"]
-    )
+    seen, bare = ignores_without_a_reason(["ignore = [", '    "D105", # Reason enough for it.', '    "D107",', "]"])
     assert (seen, bare) == (2, ['"D107",'])
 
 
@@ -162,9 +156,7 @@ def test_every_ignored_warning_has_its_reason() -> None:
     assert filters[0] == "error"
     lines = PYPROJECT.read_text(encoding="utf-8").splitlines()
     for text in filters[1:]:
-        (index,) = [
-            i for i, line in enumerate(lines) if text in line.replace('\\"', '"').replace("\\\\", "\\")
-        ]
+        (index,) = [i for i, line in enumerate(lines) if text in line.replace('\\"', '"').replace("\\\\", "\\")]
         reasoned = "# " in lines[index] or lines[index - 1].lstrip().startswith("# ")
         assert reasoned, f"filterwarnings ignores {text!r} without saying why"
 
@@ -206,9 +198,7 @@ def test_a_silenced_line_without_reason_is_found() -> None:
 
 # Paths that exist on one developer's machine only, and settings that point pip at one; in parts, as above.
 _PRIVATE = re.compile(
-    r"(?<![\w.~])/("
-    + "|".join(["ho" + r"me/\w", "ro" + "ot/", "Us" + r"ers/\w", "wo" + "rk/", "op" + "t/"])
-    + ")"
+    r"(?<![\w.~])/(" + "|".join(["ho" + r"me/\w", "ro" + "ot/", "Us" + r"ers/\w", "wo" + "rk/", "op" + "t/"]) + ")"
     r"|[A-Z]:\\\\?Us" + r"ers\b"
     r"|fi" + r"le:///"
     r"|extra-ind" + r"ex-url|find-li" + r"nks"

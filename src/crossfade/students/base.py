@@ -103,9 +103,9 @@ def build(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> nn.Module
 
 def _make(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> Any:
     if isinstance(student, str):
-        student = lookup("student", student)
-        if isinstance(student, type) and not issubclass(student, nn.Module):
-            student = student()
+        entry = lookup("student", student)
+        by_name: Any = entry() if isinstance(entry, type) and not issubclass(entry, nn.Module) else entry
+        student = by_name
     if isinstance(student, Mapping):
         if site.path not in student:
             raise StudentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -57,8 +58,8 @@ class Normal:
                 parameter.zero_()
             elif is_norm and name == "weight":
                 parameter.fill_(1.0)
-        if hasattr(module, "reset_running_stats"):
-            module.reset_running_stats()
+        if getattr(module, "track_running_stats", False):
+            module.reset_running_stats()  # type: ignore[operator]  # torch types attributes of a module as tensors.
 
 
 @register("student", "Reinit")
@@ -137,7 +138,7 @@ class Reinit:
         for holder in reversed(holders):
             rule = getattr(holder, "_init_weights", None)
             if callable(rule):
-                return rule  # type: ignore[no-any-return]
+                return functools.partial(rule)
         raise StudentError(
             "the model has no initialisation rule of its own (no `_init_weights` above the site).",
             where=site.path,

@@ -1,0 +1,1 @@
+"""Wrong implementations on purpose, each of which a named test must notice."""
