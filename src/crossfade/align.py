@@ -249,7 +249,7 @@ class _SiteTrainer:
             target = group.target[index]
         student = self._student(group, index)
         mask = self._mask(group, index, target)
-        term = Term(self.loss.error(student, target, mask), count(target, mask), target.new_zeros(()))
+        term = Term(self.loss.error(student, target, mask), count(target, mask))
         power = self.site.power.value if self.loss.needs_power else None
         return self.loss.reduce(term, term.positions, power), student, target, mask
 

@@ -112,6 +112,7 @@ class Blend(nn.Module):
         self.detach_input = False
         self.use_mask = True
         self.observe = False
+        self.calibrating = False
         self.skip = False
         self.check_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.where: outputs.Where | str = "auto"
@@ -233,7 +234,8 @@ class Blend(nn.Module):
             error = self.guide(s, t, mask)  # Also when recomputed: checkpointing compares what was saved.
             if not again:
                 with torch.no_grad():
-                    power = power_sum(self._branch(t, call), mask) / t.shape[-1]
+                    # Once the teacher's power is fixed, a pass over its output is saved.
+                    power = power_sum(self._branch(t, call), mask) / t.shape[-1] if self.calibrating else None
                     term = Term(error, count(t, mask), power)
                 self.ledger.terms.setdefault(self.path, []).append(term)
         if observe and not again:

@@ -287,6 +287,7 @@ class Fade:
             site.apply()
             observed = site.adaptive or bool(self.metrics_every and self.step_count % self.metrics_every == 0)
             site.blend.observe = observed and self._viewing is None
+            site.blend.guided = site.blend.guided and self._viewing is None
 
     def log(self) -> dict[str, float]:
         """A flat dict of floats for any tracker: alpha, weight, lambda, guidance, cosine, error; mean and per site."""
@@ -442,6 +443,8 @@ class Fade:
             raise StateError("a stage keeps the sites of the plan before it.", do="finalize, then install a new plan")
         swaps = {id(old): new for old, new in zip(self.plan.swaps, plan.swaps, strict=True)}
         with Changes() as changes:
+            for parameter, flag in self._flags:  # What the stage before froze is free again.
+                changes.train_flag(parameter, flag)
             training.freeze(changes, self.model, self.sites, plan.trains)
             for site in self.sites:
                 old = site.swap

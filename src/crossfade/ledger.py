@@ -25,12 +25,13 @@ class Term:
     Attributes:
         error: Sum over valid positions of the guidance error.
         positions: Number of valid positions.
-        power: Sum over valid positions of the teacher's mean square (the calibration of the relative reduction).
+        power: Sum over valid positions of the teacher's mean square (calibrates the relative reduction), while it is
+            not fixed.
     """
 
     error: Tensor
     positions: Tensor
-    power: Tensor
+    power: Tensor | None = None
 
 
 class Ledger:

@@ -105,6 +105,8 @@ class Site:
         gate = self.swap.gate
         self.blend.set(alpha=self.alpha, weight=self.weight, hard=gate.hard, skip=gate.execution == "skip")
         self.blend.guided = self.lam > 0.0 and self.blend.teacher is not None
+        guidance = self.swap.guidance
+        self.blend.calibrating = guidance is not None and guidance.needs_power and not self.power.fixed
 
     def over_at(self, step: int, total: int | None) -> bool:
         """Whether from `step` on the teacher is never needed again (alpha and lambda stay 0)."""
@@ -139,6 +141,6 @@ class Site:
 
     def _running_power(self, terms: list[Term]) -> Tensor:
         """Teacher power from the calls of the first step so far, without a device synchronisation."""
-        total = torch.stack([term.power for term in terms]).sum() + self.power.total
+        total = torch.stack([term.power for term in terms if term.power is not None]).sum() + self.power.total
         positions = torch.stack([term.positions for term in terms]).sum() + self.power.positions
         return (total / positions.clamp_min(1.0)).clamp_min(torch.finfo(torch.float32).tiny * 1e6)

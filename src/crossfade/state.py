@@ -84,10 +84,10 @@ def calibrate_first_step(sites: list[Site], seen: Mapping[str, list[Term]]) -> N
     if not chosen:
         return
     device = chosen[0].blend.weight.device
-    rows = [
-        torch.stack([torch.stack((t.power.to(device), t.positions.to(device))) for t in seen[s.path]]).sum(0)
-        for s in chosen
-    ]
+    rows = []
+    for site in chosen:
+        pairs = [(t.power, t.positions) for t in seen[site.path] if t.power is not None]
+        rows.append(torch.stack([torch.stack(pair).to(device) for pair in pairs]).sum(0))
     flat = reduced(torch.stack(rows).double().flatten())
     for i, site in enumerate(chosen):
         site.power.observe(flat[2 * i], flat[2 * i + 1])

@@ -93,9 +93,10 @@ def install(
     if release not in ("when_done", "finalize"):
         raise PlanError("unknown release.", expected='"when_done" or "finalize"', got=repr(release))
     built = [_build(model, plan, *site) for site in _resolve(model, plan)]
-    ledger = Ledger()
-    sites = [_site(item, ledger) for item in built]
+    ledger, sites = Ledger(), []
+    modes = [(module, module.training) for item in built for module in item.teacher.modules()]
     try:
+        sites += [_site(item, ledger) for item in built]
         for site in sites:
             site.seek(0, total_steps, plan.seed)
         _check_names(plan, sites)
@@ -121,9 +122,8 @@ def install(
                 changes=changes,
             )
     except BaseException:
-        for site in sites:  # Building a blend put its teacher in eval and may have frozen it.
-            for module, mode in site.teacher_modes:
-                module.training = mode
+        for module, mode in modes:  # Building a blend put its teacher in eval.
+            module.training = mode
         raise
     return fade
 
