@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu
 from torch.utils.checkpoint import checkpoint
 
 import crossfade
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.down(F.gelu(self.up(x))))
+        return self.drop(self.down(gelu(self.up(x))))
 
 
 class Block(nn.Module):
@@ -66,9 +66,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A small text classifier. `reentrant` switches gradient checkpointing on (None: off)."""
 
-    def __init__(
-        self, layers: int = 2, *, post_norm: bool = False, shared: bool = False, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, layers: int = 2, *, post_norm: bool = False, shared: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(post_norm=post_norm, dropout=dropout) for _ in range(layers))
@@ -118,15 +116,16 @@ def padding(lengths: list[int], total: int) -> Tensor:
 def gates(alpha: Any = None) -> dict[str, Callable[[], Gate]]:
     """Every gate, over one alpha (default: from 1 to 0 over the first 60 % of the run)."""
     given = crossfade.schedules.linear(until=0.6) if alpha is None else alpha
-    # Fast enough for a run of a few steps; the bound makes it end where the others end.
-    adaptive = crossfade.Adaptive(low=-0.2, high=0.9, smoothing=0.5, at_most=given)
     return {
         "deterministic": lambda: crossfade.Deterministic(given),
         "bernoulli": lambda: crossfade.Bernoulli(given),
         "bernoulli_skip": lambda: crossfade.Bernoulli(given, "skip"),
         "bernoulli_shared": lambda: crossfade.Bernoulli(given, granularity="shared"),
         "gumbel": lambda: crossfade.Gumbel(given),
-        "adaptive": lambda: crossfade.Deterministic(adaptive),
+        # Fast enough for a run of a few steps; the bound makes it end where the others end.
+        "adaptive": lambda: crossfade.Deterministic(
+            crossfade.Adaptive(low=-0.2, high=0.9, smoothing=0.5, at_most=given)
+        ),
     }
 
 
@@ -148,7 +147,7 @@ def train(model: nn.Module, fade: crossfade.Fade, optimizer: torch.optim.Optimiz
     """The steps `begin` to `end` (exclusive) of a run; the optimizer is attached."""
     for step in range(begin, end):
         ids, labels = batch(step)
-        loss = F.cross_entropy(model(ids), labels) + fade.guidance()
+        loss = cross_entropy(model(ids), labels) + fade.guidance()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

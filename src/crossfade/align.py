@@ -24,6 +24,7 @@ from .errors import NonFiniteError, OutputError, PlanError, StateError
 from .guidance import DeepFeatureGuidance, Guidance
 from .ledger import Ledger, Term
 from .metrics import cosine_sum, count, power_sum
+from .registry import nearest
 from .site import Site
 from .students.base import isolated_random, site_seed
 
@@ -72,6 +73,19 @@ class Settings:
         for name, ok in rules.items():
             if not ok:
                 raise PlanError("a setting of align is out of range.", where=name, got=getattr(self, name))
+
+
+def settings_of(**given: Any) -> Settings:
+    """Settings from keywords.
+
+    Raises:
+        PlanError: An unknown name, or a value out of range.
+    """
+    known = list(Settings.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            raise PlanError(f"align has no setting {name!r}.", expected=", ".join(known), do=nearest(name, known))
+    return Settings(**given)
 
 
 @dataclass(frozen=True)

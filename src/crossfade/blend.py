@@ -154,7 +154,7 @@ class Blend(nn.Module):
         route = self.route if self.training else self.eval_route
         if not guided:
             if route is Route.STUDENT:
-                return self._conform(self.call_student(args, kwargs))
+                return self._conform(self.call_student(args, kwargs), args, kwargs)
             if route is Route.TEACHER and not observe:
                 out = self.active_teacher()(*args, **kwargs)
                 self._learn(out)
@@ -191,10 +191,8 @@ class Blend(nn.Module):
             )
         if guided or observe:
             target = t.detach()
-            if (
-                not torch.compiler.is_compiling() and target.is_inference()
-            ):  # Made under inference mode: it cannot be saved for a backward.
-                target = target.clone()
+            if not torch.compiler.is_compiling() and target.is_inference():
+                target = target.clone()  # An inference tensor cannot be saved for a backward.
             self._record(guided, observe, self.main_of(s_guided), target, (args, kwargs))
         return self._join(route, t_out, s_out, t, s)
 
@@ -217,7 +215,7 @@ class Blend(nn.Module):
         if route is Route.STUDENT:
             return self._conform(s_out)
         if route is Route.TEACHER:
-            return t_out if self.guided and self.training else self._connect(t_out)
+            return self._connect(t_out)
         weight = self.weight if self.training else self.alpha
         if route is Route.SELECT:
             self.ledger.watch(self.path, t, s)
@@ -226,8 +224,8 @@ class Blend(nn.Module):
 
     def _record(self, guided: bool, observe: bool, s: Tensor, t: Tensor, call: tuple[Any, Any]) -> None:
         """Leave guidance term and metrics in the ledger; recomputation and `no_grad` leave nothing."""
-        mask = self.mask_of(t, call)
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        mask = self.mask_of(t, call, again=again)
         if guided and self.guide is not None and torch.is_grad_enabled():
             if again:
                 self.ledger.check_recomputation(self.path)
@@ -248,11 +246,12 @@ class Blend(nn.Module):
         """What the site adds to the residual stream: the output, or output minus input if it holds the residual."""
         return out - outputs.main_input(*call, self.path).detach() if self.residual else out
 
-    def mask_of(self, like: Tensor, call: tuple[Any, Any]) -> Tensor | None:
-        """Valid positions of this call: the forward's padding mask, else one that the call itself shows."""
+    def mask_of(self, like: Tensor, call: tuple[Any, Any], *, again: bool = False) -> Tensor | None:
+        """Valid positions of this call: the padding mask of its forward, else one that the call itself shows."""
         if not self.use_mask:
             return None
-        mask = self.ledger.mask if self.ledger.mask is not None else outputs.padding_mask(call[1], like)
+        mask = self.ledger.recorded_mask if again else self.ledger.mask
+        mask = mask if mask is not None else outputs.padding_mask(call[1], like)
         return outputs.valid_positions(mask, like, self.path)
 
     # ---- structure of outputs and calls ------------------------------------------------------------------------
@@ -282,8 +281,15 @@ class Blend(nn.Module):
         """The main tensor of an output of teacher or student."""
         return out if isinstance(out, Tensor) else outputs.main(out, self._place(), self.path)
 
-    def _conform(self, s_out: Any) -> Any:
-        return s_out if self.where == "auto" else outputs.conform(s_out, self._place(), self.structure)
+    def _conform(self, s_out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """The student's output in the teacher's structure; one that is not known yet is asked of the teacher, once."""
+        if self.where == "auto":
+            if self.teacher is None or not isinstance(s_out, Tensor):
+                return s_out
+            with torch.no_grad():
+                own_args, own_kwargs = outputs.map_tensors((args, dict(kwargs or {})), torch.clone)
+                self._learn(self.teacher(*own_args, **own_kwargs), s_out)
+        return outputs.conform(s_out, self._place(), self.structure)
 
     def _separate(
         self, teacher_leads: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -113,8 +113,8 @@ class Capture:
             if self.bytes == 0:
                 raise PlanError(
                     "the memory budget does not hold the inputs of a single batch.",
-                    expected=f"memory_budget of at least {size / 2**20:.1f} MiB",
-                    got=f"{self.budget / 2**20:.1f} MiB",
+                    expected=f"memory_budget of at least {size:,} bytes",
+                    got=f"{self.budget:,} bytes",
                     do="smaller batches, fewer sites at a time, or a larger budget",
                 )
             return False

@@ -23,7 +23,7 @@ from . import align as alignment
 from . import outputs, state, training
 from .blend import Route
 from .changes import Changes, unwrapped
-from .errors import StateError
+from .errors import CrossfadeWarning, StateError
 from .finalize import (
     Receipt,
     check_over,
@@ -114,7 +114,9 @@ class Fade:
         for site in self.sites:
             site.seek(step, self.total_steps, self.plan.seed)
             site.blend.observe = site.adaptive or bool(self.metrics_every and step % self.metrics_every == 0)
-            if self.release == "when_done" and site.blend.teacher is not None and site.over_at(step, self.total_steps):
+            # Not before the first step: alignment and calibration still may come.
+            done = site.blend.teacher is not None and step > 0 and site.over_at(step, self.total_steps)
+            if self.release == "when_done" and done and site.blend.where != "auto":
                 state.release(site)
 
     def step(self) -> None:
@@ -230,7 +232,7 @@ class Fade:
     def mask(self, mask: Tensor | None) -> Iterator[None]:
         """Say which positions are real, for forwards that do not take `attention_mask`. Shapes: [B, L], 1 = real."""
         before = self.ledger.explicit
-        self.ledger.explicit = self.ledger.mask = mask
+        self.ledger.explicit = self.ledger.mask = self.ledger.recorded_mask = mask
         try:
             yield
         finally:
@@ -382,10 +384,7 @@ class Fade:
             NonFiniteError: A student's loss is not finite.
         """
         self._alive("align")
-        try:
-            checked = alignment.Settings(steps=steps, lr=lr, batch_size=batch_size, **settings)
-        except TypeError as error:
-            raise StateError("align got a setting that it does not know.", got=str(error)) from None
+        checked = alignment.settings_of(steps=steps, lr=lr, batch_size=batch_size, **settings)
         with self.view("teacher"):
             return alignment.align(
                 self.model,
@@ -425,7 +424,7 @@ class Fade:
         self._alive("load_state_dict")
         step, total = state.load(saved, self.plan, self.sites)
         if total != self.total_steps and not rescale:
-            warnings.warn(state.length_warning(self.total_steps, total), stacklevel=2)
+            warnings.warn(state.length_warning(self.total_steps, total), CrossfadeWarning, stacklevel=2)
             self.total_steps = total
         self.ledger.clear()
         self.seek(step)
@@ -567,7 +566,8 @@ class Fade:
         for frozen in self._statistics:
             if frozen.training:
                 frozen.eval()
-        self.ledger.begin_forward(outputs.mask_argument(self._forward_names, args, kwargs))
+        mask = outputs.mask_argument(self._forward_names, args, kwargs)
+        self.ledger.begin_forward(mask, records=module.training and torch.is_grad_enabled())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fade:
         """The handle of a copied model: same step and plan, no optimizer, an empty ledger."""

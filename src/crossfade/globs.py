@@ -1,16 +1,22 @@
-"""Globs on dotted module paths, as regexes that a hostile pattern cannot slow down."""
+"""How paths are written: globs, as regexes that a hostile one cannot slow down; runs; names near a mistyped one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import lru_cache
 
 from .errors import SelectionError
 
-__all__ = ["compile_glob"]
+__all__ = ["Run", "compile_glob"]
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_TOKEN = re.compile(r"(?s)\*+|\[([!^]?)([^\]]+)\]|.")
+_MOST_ALTERNATIVES = 256
+_TOKEN = re.compile(r"(?s)\*+|\[(?P<but>[!^]?)(?P<letters>[^\]]+)\]|.")
+_RUN = re.compile(r"(?s)(.*)\[(-?\d{1,9})?:(-?\d{1,9})?\]")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole segment of digits: the index of a layer
 
 
 @lru_cache(maxsize=256)
@@ -18,81 +24,147 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     """A glob on dotted paths as a regex for `fullmatch`, one branch per choice of `{a,b}`.
 
     Raises:
-        SelectionError: Braces that do not close, or that make more than 256 alternatives.
+        SelectionError: Braces that do not close or make more than 256 alternatives, a range that runs backwards, or
+            nothing between two dots.
 
     Example:
         >>> glob = compile_glob("blocks.*.attn")
         >>> bool(glob.fullmatch("blocks.10.attn")), bool(glob.fullmatch("blocks.0.attn.qkv"))
         (True, False)
     """
-    return re.compile("|".join(f"(?:{_branch(text)})" for text in _alternatives(pattern)))
+    branches = (_branch(text, pattern) for text in _alternatives(pattern))
+    return re.compile("|".join(f"(?:{branch})" for branch in branches), re.DOTALL)
 
 
 def _alternatives(pattern: str) -> list[str]:
-    brace = _BRACES.search(pattern)
-    if brace is None:
-        if "{" in pattern or "}" in pattern:
-            raise SelectionError("the braces of a glob do not close.", got=repr(pattern), expected='"{a,b}"')
-        return [pattern]
-    heads = [pattern[: brace.start()] + choice for choice in brace[1].split(",")]
-    result = [text for head in heads for text in _alternatives(head + pattern[brace.end() :])]
-    if len(result) > 256:
-        raise SelectionError("the braces of a glob make too many alternatives.", got=len(result), expected="<= 256")
-    return result
+    """The pattern without braces, once per choice; innermost braces are opened first."""
+    texts = [pattern]
+    while any(_BRACES.search(text) for text in texts):
+        opened: dict[str, None] = {}
+        for text in texts:
+            brace = _BRACES.search(text)
+            choices = [""] if brace is None else brace[1].split(",")
+            start, end = (len(text), len(text)) if brace is None else brace.span()
+            opened |= dict.fromkeys(text[:start] + choice + text[end:] for choice in choices)
+        texts = list(opened)
+        if len(texts) > _MOST_ALTERNATIVES:
+            raise SelectionError(
+                "the braces of a glob make too many alternatives.",
+                got=repr(pattern),
+                expected=f"<= {_MOST_ALTERNATIVES}",
+            )
+    if any("{" in text or "}" in text for text in texts):
+        raise SelectionError("the braces of a glob do not close.", got=repr(pattern), expected='"{a,b}"')
+    return texts
 
 
-def _branch(pattern: str) -> str:
-    """One glob without braces as a regex over whole segments.
+def _branch(text: str, pattern: str) -> str:
+    """One glob without braces as a regex.
 
-    Every star but the last of its kind is an atomic group around a lazy search for the literal that follows, so that
-    matching never goes back into it: a hostile pattern takes no longer than a friendly one.
+    Every star but the last of its kind is an atomic group around a lazy search for what follows it: the first place
+    is always a right choice for a glob, so matching need never go back, and a hostile pattern takes no longer than a
+    friendly one.
     """
-    segments = re.split(r"(?<!\[)\.", pattern)
-    return _join_segments([segment if segment == "**" else _segment(segment) for segment in segments])
-
-
-def _segment(segment: str) -> str:
-    tokens = []
-    for token in _TOKEN.finditer(segment):
-        text = token[0]
-        if text.startswith("*"):
-            tokens.append("*")
-        elif text == "?":
-            tokens.append(r"[^.]")
-        elif token[2] is not None:
-            letters = re.sub(r"([\\^\[\]])", r"\\\1", token[2])
-            tokens.append(f"[{'^.' if token[1] else ''}{letters}]")
-        else:
-            tokens.append(re.escape(text))
-    # literals between stars: each but the last is found at its first place, which is always a right choice for a glob
-    pieces: list[str] = [""]
-    for piece in tokens:
-        if piece == "*":
-            pieces.append("")
-        else:
-            pieces[-1] += piece
-    head, *middle = pieces
-    if not middle:
+    segments = _split([_token(token, pattern) for token in _TOKEN.finditer(text)], ".")
+    if not all(segments):
+        raise SelectionError("a glob has nothing before, between or after its dots.", got=repr(pattern))
+    head, *rest = (r"\.".join(block) for block in _split([_segment(tokens) for tokens in segments], "**"))
+    if not rest:
         return head
-    *inner, tail = middle
-    return head + "".join(f"(?>[^.]*?{piece})" for piece in inner if piece) + f"[^.]*{tail}"
+    *middle, tail = rest
+    result = rf"{head}(?:\.|\Z)" if head else ""
+    result += "".join(rf"(?>(?:[^.]+\.)*?{block}(?:\.|\Z))" for block in middle if block)
+    return result + (rf"(?:[^.]+\.)*{tail}" if tail else ".*")
 
 
-def _join_segments(parts: list[str]) -> str:
-    """Segments joined by dots; `**` stands for any number. Blocks between two `**` are found at their first place."""
-    blocks: list[list[str]] = [[]]
-    for part in parts:
-        if part == "**":
-            blocks.append([])
+def _token(token: re.Match[str], pattern: str) -> str:
+    """`*`, `**` and `.` as they are, the rest as a regex for one character within a segment."""
+    text, letters = token[0], token["letters"]
+    if letters is None:
+        return {"?": "[^.]", ".": "."}.get(text) or (text[:2] if text[0] == "*" else re.escape(text))
+    parts = []
+    for low, high, single in re.findall(r"(?s)(.)-(.)|(.)", letters):
+        if low > high:
+            raise SelectionError("a range of a glob runs backwards.", got=repr(pattern), expected='"[0-9]"')
+        parts.append(re.escape(single) or f"{re.escape(low)}-{re.escape(high)}")
+    return rf"(?!\.)[{'^' if token['but'] else ''}{''.join(parts)}]"
+
+
+def _segment(tokens: list[str]) -> str:
+    """`**` as it is, another segment as a regex that matches at least one character (no name is empty)."""
+    if tokens == ["**"]:
+        return "**"
+    if set(tokens) <= {"*", "**"}:
+        return "[^.]+"
+    head, *rest = ("".join(piece) for piece in _split([t[:1] if t == "**" else t for t in tokens], "*"))
+    if not rest:
+        return head
+    *middle, tail = rest
+    return head + "".join(f"(?>[^.]*?{piece})" for piece in middle) + f"[^.]*{tail}"
+
+
+def _split(items: list[str], at: str) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    for item in items:
+        if item == at:
+            groups.append([])
         else:
-            blocks[-1].append(part)
-    texts = [r"\.".join(block) for block in blocks]
-    if len(texts) == 1:
-        return texts[0]
-    head, *inner, tail = texts
-    result = f"{head}(?:\\.|$)" if head else ""
-    result += "".join(f"(?>(?:[^.]+\\.)*?{text}(?:\\.|$))" for text in inner if text)
-    if not tail:
-        # What is left is whole segments, or nothing (the last dot was then replaced by the end).
-        return result + r"(?:[^.]+(?:\.[^.]+)*)?(?<!\.)"
-    return result + r"(?:[^.]+\.)*" + tail
+            groups[-1].append(item)
+    return groups
+
+
+@dataclass(frozen=True)
+class Run:
+    """The modules `start` to `stop` (exclusive) of one ModuleList or Sequential, replaced as one site.
+
+    Args:
+        container: Path of the container; `""` is the model itself.
+        start: Index of the first module; negative counts from the end.
+        stop: Index after the last one; negative counts from the end.
+
+    Example:
+        >>> str(Run("encoder.layer", 0, 2))
+        'encoder.layer[0:2]'
+    """
+
+    container: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if type(self.container) is not str or not (is_int(self.start) and is_int(self.stop)):
+            raise SelectionError(
+                "a run needs a path and two integers.", got=repr(self), do='e.g. Run("encoder.layer", 0, 2)'
+            )
+
+    def __str__(self) -> str:
+        return f"{self.container}[{self.start}:{self.stop}]"
+
+
+def split_run(text: str) -> tuple[str, int | None, int | None] | None:
+    """Container, start and stop of `name[0:2]`; None for any other text."""
+    found = _RUN.fullmatch(text)
+    if found is None:
+        return None
+    return found[1], (None if found[2] is None else int(found[2])), (None if found[3] is None else int(found[3]))
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """The three names closest to `wanted`, quoted; layers that differ only in their number count as one.
+
+    Example:
+        >>> nearest("blocks.*.atn", ["blocks.0.attn", "blocks.1.attn", "head"])
+        '"blocks.0.attn" (and 1 like it), "head"'
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
+    wanted = _NUMBER.sub("*", wanted)
+    ranked = sorted(kinds, key=lambda kind: SequenceMatcher(None, wanted, kind).ratio(), reverse=True)
+    alike = [(kinds[kind][0], len(kinds[kind]) - 1) for kind in ranked[:3]]
+    return ", ".join(f'"{name}"' + (f" (and {more} like it)" if more else "") for name, more in alike)

@@ -42,6 +42,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
+        self.recorded_mask: Tensor | None = None
         self.explicit: Tensor | None = None
         self.terms: dict[str, list[Term]] = {}
         self.similarities: dict[str, list[Tensor]] = {}
@@ -49,12 +50,20 @@ class Ledger:
         self._masks: list[Tensor | None] = []
         self._masks_read = False
 
-    def begin_forward(self, mask: Tensor | None) -> None:
-        """Take the padding mask of the forward that begins; the user's explicit one wins. Shapes: [B, L], 1 = real."""
-        if self._masks_read:
-            self._masks, self._masks_read = [], False
+    def begin_forward(self, mask: Tensor | None, records: bool) -> None:
+        """Take the padding mask of the forward that begins; the user's explicit one wins.
+
+        Args:
+            mask: [B, L], 1 = a real token, or None.
+            records: Whether it will be followed by a backward, whose recomputation asks for this mask again. An
+                evaluation in between must not take its place.
+        """
         self.mask = mask if self.explicit is None else self.explicit
-        self._masks.append(self.mask)
+        if records:
+            if self._masks_read:
+                self._masks, self._masks_read = [], False
+            self.recorded_mask = self.mask
+            self._masks.append(self.mask)
 
     def read(self) -> dict[str, list[Term]]:
         """The guidance terms since the last read; they are forgotten here."""

@@ -23,9 +23,11 @@ __all__ = [
     "count",
     "curvature_bound",
     "gate_gradient_variance",
+    "masked",
     "power_sum",
     "relative_error",
     "squared_error_sum",
+    "wide",
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -216,12 +217,24 @@ def feed(model: Callable[..., Any], batch: Any) -> Any:
     """Call `model` on a batch: keywords from a mapping, positions from a tuple or list, else one argument.
 
     A batch may also be a function of the model, for calls that need more.
+
+    Raises:
+        OutputError: The model's forward does not take such a call (labels in the batch are the usual cause).
     """
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return batch(model) if callable(batch) and not isinstance(batch, Tensor) else model(batch)
+    if callable(batch) and not isinstance(batch, Tensor):
+        return batch(model)
+    kwargs = batch if isinstance(batch, Mapping) else {}
+    args = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise OutputError(
+            f"the model cannot be called with this batch: {error}.",
+            expected="a mapping of keywords, a tuple or list of positional arguments, or the one argument",
+            got=describe(batch),
+            do="leave labels out: a function of the model as batch, lambda m: m(x), or forward= where it is offered",
+        ) from None
+    return model(*args, **kwargs)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

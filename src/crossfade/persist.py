@@ -35,13 +35,20 @@ FORMAT = 1
 WEIGHTS, RECIPE = "crossfade.safetensors", "crossfade.json"
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, notes: Mapping[str, Any] | None = None) -> Path:
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    notes: Mapping[str, Any] | None = None,
+    receipt: Receipt | None = None,
+) -> Path:
     """Write a finalized model to a folder.
 
     Args:
         model: What `fade.finalize()` (or `load`) returned.
         folder: Created if missing. Files are written under a temporary name and renamed.
         notes: Plain data to keep in the recipe (metrics, data, licence).
+        receipt: `fade.receipt`, for a copy of the finalized model (an average, the best so far).
 
     Returns:
         The folder.
@@ -54,9 +61,13 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, notes: Mapping[str
             "the model is still fading.",
             do="finalize it first; in mid-fade save model.state_dict() and fade.state_dict()",
         )
-    receipt = receipt_of(model)
+    receipt = receipt or receipt_of(model)
     if receipt is None:
-        raise PersistError("this model was not finalized by crossfade in this process.", got=type(model).__name__)
+        raise PersistError(
+            "this model was not finalized by crossfade in this process.",
+            got=type(model).__name__,
+            do="for a copy of a finalized model pass receipt=fade.receipt",
+        )
     tensors, aliases = _untied(model)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -112,7 +123,7 @@ def load(
                 raise PersistError(
                     "a site of the recipe cannot be rebuilt.",
                     where=path,
-                    got=str(error),
+                    got=str(error).split("\n  what to do")[0],
                     do="pass the right base, or students=",
                 ) from error
         _fill(model, tensors)

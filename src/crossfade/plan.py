@@ -64,6 +64,10 @@ class Swap:
             object.__setattr__(self, name, tuple(value))
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
+        for name in ("gate", "guidance"):
+            if isinstance(getattr(self, name), type):
+                cls = getattr(self, name).__name__
+                raise PlanError(f"{name} is a class, not an instance.", got=cls, do=f"{name}={cls}()")
         if not callable(getattr(self.gate, "weight", None)):
             raise PlanError(
                 "this is not a gate.", expected="Deterministic, Bernoulli, Gumbel, or yours", got=repr(self.gate)

@@ -28,7 +28,8 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
     Args:
         kind: One of `KINDS`: what the thing is.
-        name: The name written to files. A name is taken once and for all; a second registration is an error.
+        name: The name written to files. A name is taken once; only the same definition
+            (module and qualified name) may be registered again, as when a notebook cell is run twice.
 
     Returns:
         A decorator that returns its argument unchanged.
@@ -48,11 +49,19 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
     def add(thing: T) -> T:
         taken = _entries[kind].setdefault(name, thing)
-        if taken is not thing:
+        if taken is not thing and _source(taken) == _source(thing):
+            _entries[kind][name] = thing  # The same definition run again, as in a notebook.
+        elif taken is not thing:
             raise PlanError(f"the {kind} name {name!r} is taken.", got=repr(thing), expected="a new name")
         return thing
 
     return add
+
+
+def _source(thing: Any) -> tuple[Any, ...]:
+    """Where a class or function was defined; itself for anything else."""
+    named = getattr(thing, "__qualname__", None)
+    return (thing.__module__, named) if named is not None and named != "<lambda>" else (id(thing),)
 
 
 def nearest(name: str, known: list[str]) -> str | None:

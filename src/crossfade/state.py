@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import outputs
 from .errors import OutputError, PersistError, StateError
 from .gates import Controller
+from .guidance import Power
 from .ledger import Term
 from .metrics import count, power_sum
 from .plan import Plan
@@ -191,22 +192,21 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site]) -> tuple[int, 
         raise PersistError("the state has other sites.", expected=[s.path for s in sites], got=sorted(rows))
     for site in sites:
         own = hash_of(site.blend.teacher) if site.blend.teacher is not None else site.teacher_hash
-        if own != rows[site.path]["teacher_hash"]:
+        saved_hash = str(rows[site.path].get("teacher_hash"))
+        if own != saved_hash:
             raise PersistError(
                 "the teacher is not the one of the saved run.",
                 where=site.path,
-                expected=f"weights with hash {rows[site.path]['teacher_hash'][:16]}",
+                expected=f"weights with hash {saved_hash[:16]}",
                 got=own[:16],
                 do="load the same base model before install",
             )
-    for site in sites:
-        row = rows[site.path]
-        site.teacher_hash = row["teacher_hash"]
-        total_power, positions, site.power.fixed = row["power"]
-        site.power.total, site.power.positions = float(total_power), float(positions)
+    for site, restored in zip(sites, [_parsed(site, rows[site.path]) for site in sites], strict=True):
+        site.teacher_hash, site.power, controller, structure = restored
         if isinstance(site.driver, Controller):
-            site.driver.load_state_dict(row["controller"])
-        _structure_in(site, row["structure"])
+            site.driver.load_state_dict(controller)
+        if structure is not None:
+            site.blend.where, site.blend.bare_student, site.blend.structure = structure
     return step, total
 
 
@@ -230,7 +230,23 @@ def _structure_out(site: Site) -> dict[str, Any] | None:
         return None
 
 
-def _structure_in(site: Site, data: Mapping[str, Any] | None) -> None:
-    if data is not None:
-        site.blend.where, site.blend.bare_student = data["where"], bool(data["bare"])
-        site.blend.structure = outputs.unpack(data["skeleton"])
+def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, Any], tuple[Any, bool, Any] | None]:
+    """One site's row, read whole before anything of any site changes.
+
+    Raises:
+        PersistError: Something is missing or of the wrong kind.
+    """
+    try:
+        power = Power()
+        total, positions, fixed = row["power"]
+        power.total, power.positions, power.fixed = float(total), float(positions), bool(fixed)
+        controller = dict(row["controller"] or {})
+        if isinstance(site.driver, Controller):
+            Controller(site.driver.settings).load_state_dict(controller)
+        kept = row["structure"]
+        structure = None
+        if kept is not None:
+            structure = (kept["where"], bool(kept["bare"]), outputs.unpack(kept["skeleton"]))
+        return str(row["teacher_hash"]), power, controller, structure
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PersistError("the saved state of a site is damaged.", where=site.path, got=repr(error)) from None

@@ -7,53 +7,21 @@ of one container. Nothing here changes a model, and nothing here looks inside an
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from difflib import SequenceMatcher
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TypeAlias, overload
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from .errors import SelectionError
-from .globs import compile_glob
+from .globs import Run, compile_glob, is_int, nearest, split_run
 
 __all__ = ["Match", "Run", "Selection", "Target", "Targets", "parent_of", "resolve", "select"]
 
-_RUN = re.compile(r"(?s)(.*)\[(-?\d+)?:(-?\d+)?\]")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole segment of digits: the index of a layer
 _SEE_ALL = "see every path with print(crossfade.select(model))"
 _SHOWN = 6  # notes and conflicts that a table prints before it only counts them
-
-
-@dataclass(frozen=True)
-class Run:
-    """The modules `start` to `stop` (exclusive) of one ModuleList or Sequential, replaced as one site.
-
-    Args:
-        container: Path of the container; `""` is the model itself.
-        start: Index of the first module; negative counts from the end.
-        stop: Index after the last one; negative counts from the end.
-
-    Example:
-        >>> str(Run("encoder.layer", 0, 2))
-        'encoder.layer[0:2]'
-    """
-
-    container: str
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if type(self.container) is not str or not (_is_int(self.start) and _is_int(self.stop)):
-            raise SelectionError(
-                "a run needs a path and two integers.", got=repr(self), do='e.g. Run("encoder.layer", 0, 2)'
-            )
-
-    def __str__(self) -> str:
-        return f"{self.container}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
@@ -85,9 +53,9 @@ class Targets:
     indices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "match", _valid(self.match, "target"))
-        if self.exclude is not None:
-            object.__setattr__(self, "exclude", _valid(self.exclude, "exclude"))
+        for name, role in (("match", "target"), ("exclude", "exclude")):
+            if name == "match" or self.exclude is not None:
+                object.__setattr__(self, name, _valid(getattr(self, name), role))
         ways = [way for way in ("first", "last", "every", "indices") if getattr(self, way) is not None]
         if len(ways) > 1:
             raise SelectionError(
@@ -131,8 +99,8 @@ class Match:
     @property
     def run(self) -> Run | None:
         """The run with its ends resolved, or None for a single module."""
-        found = _RUN.fullmatch(self.path)
-        return Run(found[1], int(found[2]), int(found[3])) if found else None
+        container, start, stop = split_run(self.path) or ("", None, None)
+        return None if start is None or stop is None else Run(container, start, stop)
 
     @property
     def class_name(self) -> str:
@@ -194,9 +162,7 @@ class Selection:
         """Keeps the matches at `indices`, in the order of the model."""
         n = len(self)
         if outside := [i for i in _valid_indices(indices) if not -n <= i < n]:
-            raise SelectionError(
-                f"indices are out of range for {n} matches.", expected=f"from {-n} to {n - 1}", got=outside
-            )
+            raise SelectionError(f"indices are out of range for {n} matches.", expected=f"{-n} to {n - 1}", got=outside)
         return Selection(self.model, tuple(self.matches[i] for i in sorted({i % n for i in indices})))
 
     def include(self, target: Target) -> Selection:
@@ -215,23 +181,20 @@ class Selection:
 
     def conflicts(self) -> tuple[str, ...]:
         """What makes these sites impossible to replace together, one sentence each; see `check`."""
-        index = _Index(self.model)
-        return tuple(dict.fromkeys([*_impossible(index, self.matches), *_clashes(self.matches)]))
+        return tuple(dict.fromkeys([*_impossible(_Index(self.model), self.matches), *_clashes(self.matches)]))
 
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing but allowed: shared, repeated and tied modules, one sentence each."""
-        index = _Index(self.model)
-        return tuple(dict.fromkeys([*_shared(index, self.matches), *_tied(index, self.matches)]))
+        return tuple(dict.fromkeys(_worth_knowing(_Index(self.model), self.matches)))
 
     def check(self) -> None:
         """Raises `SelectionError` when the selection is empty or has conflicts."""
         if not self.matches:
             raise SelectionError("the selection is empty.", expected="at least one site", do=_SEE_ALL)
         if problems := self.conflicts():
-            shown, more = problems[:_SHOWN], len(problems) - _SHOWN
             raise SelectionError(
-                f"{len(self)} selected sites cannot all be replaced.",
-                got="\n    ".join([*shown, *([f"... and {more} more"] if more > 0 else [])]),
+                f"{_plural(len(self), 'selected site')} cannot all be replaced.",
+                got="\n    ".join(_shorten(problems)),
                 do="narrow the selection with exclude=..., first=..., or a closer pattern",
             )
 
@@ -244,8 +207,7 @@ class Selection:
         a, b, c, d, e = (max(map(len, column)) for column in zip(*rows, strict=True))
         lines = [f"{r[0]:>{a}}  {r[1]:<{b}}  {r[2]:<{c}}  {r[3]:>{d}}  {r[4]:>{e}}" for r in rows]
         for kind, sentences in (("note", self.notes()), ("conflict", self.conflicts())):
-            lines += [f"{kind}: {sentence}" for sentence in sentences[:_SHOWN]]
-            lines += [f"{kind}: ... and {len(sentences) - _SHOWN} more"] if len(sentences) > _SHOWN else []
+            lines += [f"{kind}: {sentence}" for sentence in _shorten(sentences)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -335,11 +297,10 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         raise _root_error()
     found = _locate(model, path)
     if found is None:
-        run = _RUN.fullmatch(path)
-        raise SelectionError(
-            f'no module stands at "{path}".',
-            do="a run is several modules: take match.run and its container" if run else _Index(model).nearest(path),
-        )
+        if split_run(path):
+            hint = "take its container from match.run, or match.modules"
+            raise SelectionError(f'"{path}" is a run, not one module.', do=hint)
+        raise _Index(model).missing(path)
     return found
 
 
@@ -358,27 +319,22 @@ class _Index:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules: dict[str, nn.Module] = {}
-        self.places: dict[int, list[str]] = {}  # id of a module -> all its paths, the first one first
-        self.parents: dict[int, list[nn.Module]] = {}
-        for path, module, parent in _walk(model):
+        self.named = list(_walk(model))  # every (path, module) but the model itself
+        self.modules: dict[str, nn.Module] = {"": model}  # path -> the first module that has it
+        self.places: dict[int, list[str]] = {id(model): [""]}  # id of a module -> all its paths, the first one first
+        for path, module in self.named:
             self.modules.setdefault(path, module)
             self.places.setdefault(id(module), []).append(path)
-            self.parents.setdefault(id(module), []).extend([] if parent is None else [parent])
         self.rank = {key: i for i, key in enumerate(self.places)}
         self.total = _count([model])
         self.size = f"0 of {_plural(len(self.places) - 1, 'module')}"
 
     def select(self, targets: Targets) -> Selection:
         found = Selection(self.model, tuple(self.find(targets.match, "target")))
-        if targets.exclude is not None:
-            found = found.exclude(targets.exclude)
-        if targets.indices is not None:
-            return found.at(targets.indices)
-        if targets.every is not None:
-            return found.every(targets.every)
-        if targets.first is not None:
-            return found.first(targets.first)
+        found = found if targets.exclude is None else found.exclude(targets.exclude)
+        found = found if targets.indices is None else found.at(targets.indices)
+        found = found if targets.every is None else found.every(targets.every)
+        found = found if targets.first is None else found.first(targets.first)
         return found if targets.last is None else found.last(targets.last)
 
     def find(self, target: Target, role: str) -> list[Match]:
@@ -386,101 +342,100 @@ class _Index:
         if isinstance(target, Targets):
             return list(self.select(target))
         if isinstance(target, Run):
-            found = self.runs([target.container], target.start, target.stop)
-        elif isinstance(target, str) and (run := _RUN.fullmatch(target)):
-            test = _predicate(run[1]) if run[1] else None
-            named = [p for p, m in self.modules.items() if p and test(p, m)] if test else [""]
-            found = self.runs(named or [run[1]], *_ends(run))
-        elif isinstance(target, Sequence) and not isinstance(target, str):
-            found = self.entries(target, role)
+            found = [self.run(self.module(target.container), target.start, target.stop)]
+        elif isinstance(target, tuple):
+            found = [self.entry(name, role) for name in target]
+        elif isinstance(target, str) and (run := split_run(target)):
+            path, start, stop = run
+            containers = self.hits(path) if path else [self.model]
+            found = [self.run(container, start, stop) for container in containers or [self.module(path)]]
         else:
-            test = _predicate(target)
-            hits = {id(m): m for p, m in self.modules.items() if p and test(p, m)}
-            found = [self.match(self.places[key], (module,)) for key, module in hits.items()]
+            found = [self.match(self.places[id(module)], (module,)) for module in self.hits(target)]
         if not found:
             raise self.nothing(target, role)
-        order = {match.path: match for match in found}
-        return sorted(order.values(), key=lambda m: (self.rank[id(m.module)], len(m.modules)))
+        order = {(self.rank[id(match.module)], len(match.modules), match.path): match for match in found}
+        return [order[key] for key in sorted(order)]
+
+    def hits(self, target: Target) -> list[nn.Module]:
+        test = _predicate(target)
+        return list({id(module): module for path, module in self.named if test(path, module)}.values())
+
+    def entry(self, name: str, role: str) -> Match:
+        """What stands under an exact name."""
+        if run := split_run(name):
+            return self.run(self.module(run[0]), *run[1:])
+        if name == "":
+            raise _root_error()
+        if name not in self.modules:
+            raise self.nothing(name, role, exact=True)
+        module = self.modules[name]
+        return self.match(self.places[id(module)], (module,))
 
     def match(self, paths: Iterable[str], modules: tuple[nn.Module, ...]) -> Match:
         paths, parameters = tuple(paths), _count(modules)
         return Match(paths[0], paths, modules[0], modules, parameters, parameters / max(self.total, 1))
 
-    def runs(self, containers: Iterable[str], start: int | None, stop: int | None) -> list[Match]:
-        """The run at every container; containers that are the same object are one match at several paths."""
-        found: dict[int, tuple[nn.Module, list[str]]] = {}
-        for path in containers:
-            module = self.model if path == "" else self.modules.get(path)
-            if module is None:
-                raise SelectionError(f'no module stands at "{path}".', got=self.size, do=self.nearest(path))
-            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-                raise SelectionError(
-                    "a run is cut from a ModuleList or a Sequential.", where=path, got=type(module).__name__
-                )
-            found.setdefault(id(module), (module, []))[1].append(path)
-        return [self.run(module, paths, start, stop) for module, paths in found.values()]
-
-    def run(self, container: nn.Module, paths: list[str], start: int | None, stop: int | None) -> Match:
-        items = list(container.children()) if len(container._modules) == len(set(container._modules.values())) else None
-        length = len(container._modules)
+    def run(self, container: nn.Module, start: int | None, stop: int | None) -> Match:
+        """The run of a container, at every path of the container."""
+        paths, names = self.places[id(container)], list(container._modules)
+        where, length = paths[0] or "the model itself", len(names)
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            kind = type(container).__name__
+            raise SelectionError("a run is cut from a ModuleList or a Sequential.", where=where, got=kind)
+        if names != [str(i) for i in range(length)]:
+            raise SelectionError("a run needs items that are numbered from 0.", where=where, got=_quoted(names))
         first, end = (0 if start is None else start), (length if stop is None else stop)
         first, end = (i + length if i < 0 else i for i in (first, end))
-        if items is None or not 0 <= first < end <= length:
+        if not 0 <= first < end <= length:
             raise SelectionError(
-                "the run does not lie in its container."
-                if items is not None
-                else "the container holds one module twice, so a run of it is not clear.",
-                where=paths[0] or "the model itself",
+                "the run does not lie in its container.",
+                where=where,
                 expected=f"0 <= start < stop <= {length}",
                 got=f"[{'' if start is None else start}:{'' if stop is None else stop}]",
             )
-        return self.match([str(Run(path, first, end)) for path in paths], tuple(items[first:end]))
+        items = tuple(container._modules[str(i)] for i in range(first, end))
+        return self.match([str(Run(path, first, end)) for path in paths], items)
 
-    def entries(self, names: Sequence[str], role: str) -> list[Match]:
-        """Exact names; each must exist."""
-        found = []
-        for name in names:
-            if run := _RUN.fullmatch(name):
-                found += self.runs([run[1]], *_ends(run))
-            elif name not in self.modules or name == "":
-                raise self.nothing(name, role)
-            else:
-                module = self.modules[name]
-                found.append(self.match(self.places[id(module)], (module,)))
-        return found
+    def module(self, path: str) -> nn.Module:
+        if path not in self.modules:
+            raise self.missing(path)
+        return self.modules[path]
 
-    def nothing(self, target: Target, role: str) -> SelectionError:
+    def missing(self, path: str) -> SelectionError:
+        return SelectionError(f'no module stands at "{path}".', got=self.size, do=self.near(path))
+
+    def nothing(self, target: Target, role: str, *, exact: bool = False) -> SelectionError:
         """The error for a target without a match."""
-        test = None if isinstance(target, (Run, Targets)) or _is_names(target) else _predicate(target)
-        if test is not None and not isinstance(target, (str, re.Pattern)) and test("", self.model):
+        if isinstance(target, type) and isinstance(self.model, target):
             return _root_error()
-        return SelectionError(
-            f"the {role} {_describe(target)} matched {self.size}.",
-            do=f"{self.nearest(target) if isinstance(target, str) else 'look at the paths'}; {_SEE_ALL}",
-        )
+        if isinstance(target, type):
+            kinds = nearest(target.__name__, (type(module).__name__ for _, module in self.named))
+            hint = f"nearest classes: {kinds or 'none'}"
+        elif exact and isinstance(target, str) and re.search(r"[*?\[{]", target):
+            hint = "a sequence holds exact paths; give a pattern as a string by itself"
+        elif isinstance(target, (str, re.Pattern)):
+            hint = self.near(target if isinstance(target, str) else target.pattern.replace("\\", ""))
+        else:
+            hint = "look at the paths"
+        what = f'path "{target}"' if exact else _describe(target)
+        return SelectionError(f"the {role} {what} matched {self.size}.", do=f"{hint}; {_SEE_ALL}")
 
-    def nearest(self, path: str) -> str:
-        """The closest paths, layers that differ in their number counted as one kind."""
-        kinds = Counter(_NUMBER.sub("*", name) for name in self.modules if name)
-        first: dict[str, str] = {}
-        for name in self.modules:
-            first.setdefault(_NUMBER.sub("*", name), name)
-        wanted = _NUMBER.sub("*", path)
-        ranked = sorted(kinds, key=lambda kind: SequenceMatcher(None, wanted, kind).ratio(), reverse=True)[:3]
-        shown = [f'"{first[k]}"' + (f" (and {kinds[k] - 1} like it)" if kinds[k] > 1 else "") for k in ranked]
-        return f"nearest paths: {', '.join(shown)}" if shown else "the model has no modules"
+    def near(self, path: str) -> str:
+        names = nearest(path, (name for name, _ in self.named))
+        return f"nearest paths: {names}" if names else "the model has no modules"
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Every (path, module, parent), also repeated ones; installed blends are not entered."""
-    stack: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
-    while stack:
-        path, module, parent = stack.pop()
-        yield path, module, parent
-        if getattr(type(module), "__crossfade_blend__", False):
-            continue
-        children = [(f"{path}.{n}" if path else n, c, module) for n, c in module._modules.items() if c is not None]
-        stack.extend(reversed(children))
+def _walk(module: nn.Module, above: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every (path, module) below, also repeated ones; installed blends are not entered."""
+    if not _is_blend(module):
+        for name, child in module._modules.items():
+            if child is not None:
+                yield above + name, child
+                yield from _walk(child, f"{above}{name}.")
+
+
+def _is_blend(module: nn.Module) -> bool:
+    return getattr(type(module), "__crossfade_blend__", False)
 
 
 def _locate(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
@@ -510,10 +465,6 @@ def _predicate(target: Target) -> Callable[[str, nn.Module], bool]:
     return target
 
 
-def _ends(run: re.Match[str]) -> tuple[int | None, int | None]:
-    return (None if run[2] is None else int(run[2])), (None if run[3] is None else int(run[3]))
-
-
 def _valid(target: object, role: str) -> Target:
     """The target, a list of names as a tuple.
 
@@ -521,46 +472,33 @@ def _valid(target: object, role: str) -> Target:
         SelectionError: It is none of the kinds that `select` knows.
     """
     if isinstance(target, str):
+        run = split_run(target)
         if not target:
-            raise SelectionError(f"the {role} is empty.", expected="a path or pattern", do=_SEE_ALL)
-        if not _RUN.fullmatch(target):
-            compile_glob(target)
+            raise _root_error()
+        if glob := run[0] if run else target:
+            compile_glob(glob)
         return target
-    if isinstance(target, type) and not issubclass(target, nn.Module):
-        raise SelectionError(
-            f"the {role} is a class of something else.", expected="a module class", got=target.__name__
-        )
-    if isinstance(target, (re.Pattern, type, Run, Targets)):
+    if isinstance(target, (re.Pattern, Run, Targets)) or (isinstance(target, type) and issubclass(target, nn.Module)):
         return target
-    if isinstance(target, Sequence) and not isinstance(target, (bytes, bytearray)):
-        if target and all(isinstance(name, str) for name in target):
-            return tuple(target)
-        raise SelectionError(f"the {role} is not a list of names.", expected="one or more strings", got=repr(target))
-    if callable(target) and not isinstance(target, nn.Module):
+    if isinstance(target, Sequence) and target and all(isinstance(name, str) for name in target):
+        return tuple(target)
+    if callable(target) and not isinstance(target, (nn.Module, type)):
         return target
     raise SelectionError(
         f"this is no {role}.",
-        expected="a glob, a list of paths, a compiled regex, a module class, a predicate, a Run or Targets",
+        expected="a glob, a list of one or more paths, a compiled regex, a module class, a predicate, a Run or Targets",
         got=repr(target) if not isinstance(target, nn.Module) else type(target).__name__,
     )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_names(target: object) -> bool:
-    return isinstance(target, Sequence) and not isinstance(target, str)
-
-
 def _valid_count(way: str, n: int) -> int:
-    if not _is_int(n) or n < 1:
+    if not is_int(n) or n < 1:
         raise SelectionError(f"{way} takes a whole number from 1.", got=repr(n))
     return n
 
 
-def _valid_indices(indices: Sequence[int]) -> tuple[int, ...]:
-    if not _is_names(indices) or not all(map(_is_int, indices)) or not indices:
+def _valid_indices(indices: object) -> tuple[int, ...]:
+    if not isinstance(indices, Sequence) or not indices or not all(map(is_int, indices)):
         raise SelectionError("indices takes one or more whole numbers.", got=repr(indices))
     return tuple(indices)
 
@@ -570,18 +508,25 @@ def _valid_indices(indices: Sequence[int]) -> tuple[int, ...]:
 
 def _impossible(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
     """Sites that cannot be replaced whatever the others are."""
+    stock = nn.MultiheadAttention.forward  # the quantizable subclass has its own, which calls the children
+    attentions = (m for _, m in [("", index.model), *index.named] if getattr(type(m), "forward", None) is stock)
+    read = {id(child) for attention in attentions for child in attention.children()}
     for match in matches:
-        if isinstance(match.module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            items = [f"{match.path}.{name}" for name in match.module._modules]
-            yield f'"{match.path}" is a {match.class_name} without a forward; name its items ({_quoted(items)})'
-        for parent in index.parents.get(id(match.module), []):
-            if isinstance(parent, nn.MultiheadAttention):
-                yield (
-                    f'"{match.path}" is read by its MultiheadAttention through its weight and never called; '
-                    "replace the whole attention"
-                )
-        if getattr(type(match.module), "__crossfade_blend__", False):
-            yield f'"{match.path}" is already being replaced; finalize or revert first'
+        for path, module in _parts(match, match.paths):
+            found = _locate(index.model, path)
+            if found is None or found[0]._modules[found[1]] is not module:
+                yield f'"{path}" leads to another module: the model has changed, or a dot in a name makes two paths one'
+        for module in match.modules:
+            if not ("forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward):
+                items = _quoted(f"{match.path}.{name}" for name in module._modules)
+                yield f'"{match.path}" is a {match.class_name} without a forward; name its items ({items or "none"})'
+            if id(module) in read:
+                yield f'"{match.path}" is read by its MultiheadAttention and never called; replace the whole attention'
+            if _is_blend(module):
+                yield f'"{match.path}" is already being replaced; finalize or revert first'
+            places = index.places.get(id(module), [])
+            if match.run is not None and len(places) > len(match.paths):
+                yield f'"{match.path}" has a module at more places ({_quoted(places)}); a run would replace only one'
 
 
 def _clashes(matches: Sequence[Match]) -> Iterator[str]:
@@ -599,26 +544,30 @@ def _clashes(matches: Sequence[Match]) -> Iterator[str]:
                     yield f'"{match.path}" contains "{inner.path}"'
 
 
-def _shared(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
+def _worth_knowing(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
+    """Sites at several paths, and their parameters that also stand outside all sites: replacing severs the tie."""
     for match in matches:
         if len(match.paths) > 1:
             yield f'"{match.path}" stands at {len(match.paths)} paths; all of them are replaced'
-
-
-def _tied(index: _Index, matches: Sequence[Match]) -> Iterator[str]:
-    """Parameters of a site that also stand outside all sites: replacing the site severs the tie."""
-    inside = {id(module) for match in matches for top in match.modules for module in top.modules()}
+    inside = {path for match in matches for path, _ in _parts(match, match.paths)}
     outside: dict[int, str] = {}
     for path, module in index.modules.items():
-        if id(module) not in inside:
+        if inside.isdisjoint(accumulate(path.split("."), "{}.{}".format)):
             for name, parameter in module.named_parameters(recurse=False):
                 outside.setdefault(id(parameter), f"{path}.{name}".lstrip("."))
     for match in matches:
-        for offset, top in enumerate(match.modules):
-            base = match.path if match.run is None else f"{match.run.container}.{match.run.start + offset}"
+        for path, top in _parts(match, match.paths[:1]):
             for name, parameter in top.named_parameters():
                 if id(parameter) in outside:
-                    yield f'"{base}.{name}" is tied to "{outside[id(parameter)]}"; the student will not be'
+                    yield f'"{path}.{name}" is tied to "{outside[id(parameter)]}"; the student will not be'
+
+
+def _parts(match: Match, paths: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of everything in a site: itself, or the modules of its run."""
+    for path in paths:
+        run = split_run(path)
+        for i, module in enumerate(match.modules, run[1] or 0 if run else 0):
+            yield (f"{run[0]}.{i}".lstrip(".") if run else path), module
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------
@@ -628,6 +577,11 @@ def _count(modules: Iterable[nn.Module]) -> int:
     """Elements of the modules' parameters, each tensor counted once."""
     own = {id(p): p for module in modules for p in module.parameters()}
     return sum(0 if isinstance(p, UninitializedParameter) else p.numel() for p in own.values())
+
+
+def _shorten(sentences: Sequence[str]) -> list[str]:
+    more = len(sentences) - _SHOWN
+    return [*sentences[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
 
 
 def _places(match: Match) -> str:
@@ -644,22 +598,18 @@ def _quoted(paths: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _describe(target: object) -> str:
+def _describe(target: Target) -> str:
     if isinstance(target, str):
         return f'pattern "{target}"'
     if isinstance(target, re.Pattern):
         return f"regex {target.pattern!r}"
     if isinstance(target, type):
         return f"class {target.__name__}"
-    return (
-        repr(target)
-        if isinstance(target, (Run, Targets, tuple))
-        else f"predicate {getattr(target, '__name__', target)!r}"
-    )
+    return f"predicate {getattr(target, '__name__', target)!r}" if callable(target) else repr(target)
 
 
 def _root_error() -> SelectionError:
     return SelectionError(
         "the model itself cannot be a site: it has no parent in which to replace it.",
-        do="wrap it (nn.ModuleDict or a module of yours that holds it), or name its children",
+        do='wrap it, as in nn.Sequential(model), and name "0"; or name its children',
     )

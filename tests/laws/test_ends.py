@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.targets import parent_of
@@ -41,16 +41,14 @@ def situation(case: dict[str, Any], alpha: float, **guidance: Any) -> tuple[nn.M
     if case["reduction"] is not None:
         loss = crossfade.DeepFeatureGuidance(reduction=case["reduction"], **guidance)
     given_plan = plan(gates(alpha)[case["gate"]](), loss, targets=case["target"], trains="all")
-    fade = crossfade.install(
-        model, given_plan, total_steps=10, release="finalize", metrics_every=case["metrics_every"]
-    )
+    fade = crossfade.install(model, given_plan, total_steps=10, release="finalize", metrics_every=case["metrics_every"])
     return base.train(case["training"]), model, fade
 
 
 def run(model: nn.Module, case: dict[str, Any], fade: crossfade.Fade | None = None) -> torch.Tensor:
     ids, labels = batch(case["seed"])
     out = model(ids, padding([5, 3, 1, 4], 5) if case["masked"] else None)
-    loss = F.cross_entropy(out, labels)
+    loss = cross_entropy(out, labels)
     if fade is not None and case["training"]:
         loss = loss + fade.guidance()
     loss.backward()

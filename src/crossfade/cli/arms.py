@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .. import schedules
-from ..fade import Fade
+from ..fade import Fade, handle
 from ..gates import Deterministic
 from ..guidance import DeepFeatureGuidance
 from ..plan import Plan
 from ..students import Reinit
 from ..surgery import install
+from .data import Batch, Data, by_length
 from .models import Encoder, embed, no_dropout
 from .progress import Clock, Meter
-from .text import Split
 
-__all__ = ["Arm", "Data", "Settings", "cosine", "crossfade", "encode", "student_only"]
+__all__ = ["Arm", "Settings", "cold", "crossfade", "student_only"]
 
-Batch = dict[str, Tensor]
+FEWEST_STEPS = 5  # of each stage, however short the budget is
 
 
 @dataclass(frozen=True)
@@ -60,38 +60,6 @@ class Settings:
 
 
 @dataclass
-class Data:
-    """Tokens and the original model's embeddings of each part of the split.
-
-    Attributes:
-        tokens: Per part: ids and mask, [N, L].
-        targets: Per part: unit vectors, [N, D].
-    """
-
-    tokens: dict[str, Batch]
-    targets: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, encoder: Encoder, split: Split) -> Data:
-        """Tokenise, and run the original model once over everything."""
-        parts: dict[str, Sequence[str]] = {
-            "train": split.train,
-            "validation": split.validation,
-            "held_out": split.held_out,
-        }
-        tokens = {name: encoder.tokens(texts) for name, texts in parts.items()}
-        return cls(tokens, {name: encode(encoder.model, part) for name, part in tokens.items()})
-
-    def batch(self, index: Tensor, part: str = "train") -> tuple[Batch, Tensor]:
-        """Some texts, padded to the longest of them, and their targets. Shapes: [b] -> [b, l], [b, D]."""
-        return trim({name: t[index] for name, t in self.tokens[part].items()}), self.targets[part][index]
-
-    def score(self, model: nn.Module, part: str) -> float:
-        """Mean cosine between a model's embeddings and the original ones."""
-        return cosine(encode(model, self.tokens[part]), self.targets[part])
-
-
-@dataclass
 class Arm:
     """What one arm did.
 
@@ -113,43 +81,6 @@ class Arm:
     def total(self) -> float:
         """Seconds of training."""
         return sum(self.seconds.values())
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Mean cosine of unit vectors. Shapes: [N, D] or [D] each."""
-    return float((a.double() * b.double()).sum(-1).mean())
-
-
-def trim(batch: Batch) -> Batch:
-    """Cut padding that the whole batch has, to a multiple of 16, so that few different lengths occur."""
-    longest = int(batch["attention_mask"].sum(1).max())
-    width = max(16, math.ceil(longest / 16) * 16)
-    return {name: tensor[:, :width] for name, tensor in batch.items()}
-
-
-def by_length(tokens: Batch, size: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Indices of batches whose texts have similar lengths; their order is random when a generator is given."""
-    lengths = tokens["attention_mask"].sum(1).div(16).ceil()
-    n = len(lengths)
-    shuffled = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
-    batches = list(shuffled[lengths[shuffled].argsort(stable=True)].split(size))
-    if generator is None:
-        return batches
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-@torch.no_grad()
-def encode(model: nn.Module, tokens: Batch, size: int = 64) -> Tensor:
-    """Unit sentence vectors in eval mode; the modes of all modules come back. Shapes: [N, L] -> [N, D]."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    index = by_length(tokens, size)
-    try:
-        parts = [embed(model, trim({name: t[i] for name, t in tokens.items()})) for i in index]
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return torch.cat(parts)[torch.cat(index).argsort()]
 
 
 def warm_cosine(t: float) -> float:
@@ -196,10 +127,10 @@ class _Joint:
         if not self._queue:
             self._queue = by_length(self.data.tokens["train"], self.settings.batch_size, self._dice)
         batch, target = self.data.batch(self._queue.pop())
-        task = 1.0 - F.cosine_similarity(embed(self.fade.model, batch), target).mean()
+        task = 1.0 - functional.cosine_similarity(embed(self.fade.model, batch), target).mean()
         guidance = self.fade.guidance()
         (self.task_weight * task + guidance).backward()
-        return float(task), float(guidance)
+        return float(task.detach()), float(guidance.detach())
 
     def run(self, progress: Callable[[int], float], after: Callable[[int, float, float], None]) -> int:
         """Train until `progress(step)` is 1.
@@ -295,7 +226,7 @@ def _last(arm: Arm) -> float | None:
 def crossfade(
     encoder: Encoder, data: Data, sites: str, *, settings: Settings, seconds: float, seed: int, meter: Meter
 ) -> Arm:
-    """Align the cold students on captured inputs, then fade the teachers out; finalize."""
+    """Align the cold students on captured inputs, then fade the teachers out, then finalize."""
     model = copy.deepcopy(encoder.model)
     clock = Clock()
     # Stage 1: the teachers alone are on the main path, and the students learn beside it.
@@ -303,35 +234,147 @@ def crossfade(
     arm = Arm(model)
     with fade.view("student"):
         _mark(arm, data, clock, "align", model)
-    _align(arm, fade, data, settings, clock, seconds, meter)
+    _Alignment(arm, fade, data, settings, clock, settings.align_share * seconds, meter).run()
+    arm.seconds["align"] = clock.seconds
+    # Stage 2: on the task loss, while alpha goes to 0.
+    guidance = DeepFeatureGuidance()
+    gate = Deterministic(schedules.linear(until=settings.fade_until))
     with no_dropout(model):
-        _fade(arm, fade, data, sites, settings, clock, seconds, seed, meter)
+        _fade_out(arm, fade, data, _plan(sites, seed, gate, guidance), settings, clock, seconds, meter)
+    arm.seconds["fade"] = clock.seconds - arm.seconds["align"]
     model.eval()
-    probe, _ = data.batch(torch.arange(min(8, len(data.targets["train"]))))
-    fade.finalize(probe=probe)
+    fade.finalize(probe=data.batch(torch.arange(min(8, len(data.targets["train"]))))[0])
     assert fade.receipt is not None
-    arm.facts["receipt"] = {"probed": fade.receipt.probed, "gap": fade.receipt.gap}
+    arm.facts["finalize_probed"] = fade.receipt.probed
     return arm
 
 
-def _capture(data: Data, clock: Clock, until: float) -> Iterator[Batch]:
-    """Batches of training text, in random order, until the time for the capture is up; at least one."""
-    order = by_length(data.tokens["train"], 64, torch.Generator().manual_seed(0))
-    for number, index in enumerate(order):
-        if number > 0 and clock.seconds >= until:
-            return
-        yield data.batch(index)[0]
-
-
-def _align(
-    arm: Arm, fade: Fade, data: Data, settings: Settings, clock: Clock, seconds: float, meter: Meter
-) -> None:
+class _Alignment:
     """Alignment within its share of the budget.
 
-    The number of steps is planned from their cost, which a rehearsal on one batch gives; the callback ends a site whose
-    time is up, should the machine become slower.
+    The number of steps is planned from their cost in a rehearsal on a copy, so that the rate can follow its whole
+    course. Should the machine become slower than that, a site whose time is up ends where it is.
     """
-    n, share = len(fade.sites), settings.align_share * seconds
-    cost = _cost_of_aligning(fade, data, settings)
-    arm.facts["align_seconds_per_step"] = cost
-    raise NotImplementedError
+
+    def __init__(
+        self, arm: Arm, fade: Fade, data: Data, settings: Settings, clock: Clock, end: float, meter: Meter
+    ) -> None:
+        self.arm, self.fade, self.data, self.settings = arm, fade, data, settings
+        self.clock, self.end, self.meter = clock, end, meter
+        self.paths = [site.path for site in fade.sites]
+        self.batches = by_length(data.tokens["train"], 64, torch.Generator().manual_seed(fade.plan.seed))
+        self.captured, self.steps, self.place, self.begin = 0, 0, 0, 0.0
+
+    def run(self) -> None:
+        """Rehearse, plan, align."""
+        self.meter.show(self.clock.seconds, "align: rehearsal", alpha=1.0, validation=_last(self.arm))
+        self.plan(*self.rehearse())
+        self.meter.show(self.clock.seconds, "align: capture of interface inputs")
+        report = self.fade.align(
+            self.capture(),
+            steps=self.steps,
+            lr=self.settings.align_lr,
+            batch_size=self.settings.batch_size,
+            check_every=max(1, self.steps // 6),
+            patience=None,
+            progress=self.after,
+        )
+        self.point()
+        self.arm.steps["align"] = max(site.steps for site in report.sites)
+        self.arm.facts["align"] = {
+            "texts": report.samples,
+            "mebibytes": report.bytes / 2**20,
+            "capture_seconds": report.capture_seconds,
+            "steps_planned": self.steps,
+            "sites": {site.path: asdict(site) for site in report.sites},
+        }
+
+    def rehearse(self) -> tuple[float, float]:
+        """Seconds per step of one site, and seconds of capture per text: from a few steps of a copy."""
+        twin = copy.deepcopy(self.fade.model)
+        index = self.batches[len(self.batches) // 2][:32]
+        times: dict[str, list[float]] = {}
+        report = handle(twin).align(
+            [self.data.batch(index)[0]],
+            steps=6,
+            batch_size=self.settings.batch_size,
+            check_every=6,
+            patience=None,
+            progress=lambda site, *_: times.setdefault(site, []).append(self.clock.seconds),
+        )
+        # The first steps of a site also make the optimizer's state.
+        costs = [(seen[-2] - seen[1]) / (len(seen) - 3) for seen in times.values()]
+        return sum(costs) / len(costs), report.capture_seconds / len(index)
+
+    def plan(self, step: float, capture: float) -> None:
+        """How many steps fit. Measuring teacher and students costs about a third of a step per batch seen."""
+        texts = len(self.data.targets["train"])
+        left = self.end - self.clock.seconds
+        left -= min(texts * capture, self.settings.capture_share * self.end)
+        measuring = texts * (1.0 + 8 * 0.1) / self.settings.batch_size / 3.0
+        self.steps = max(FEWEST_STEPS, int(left / len(self.paths) / step - measuring))
+
+    def capture(self) -> Iterator[Batch]:
+        """Training texts in random order, as many as the time for it allows; at least one batch."""
+        until = self.clock.seconds + self.settings.capture_share * self.end
+        for index in self.batches:
+            if self.captured and self.clock.seconds >= until:
+                break
+            self.captured += len(index)
+            yield self.data.batch(index)[0]
+        self.begin = self.clock.seconds
+
+    def after(self, path: str, step: int, loss: float) -> bool:
+        """Called after each step of a site; True ends the site."""
+        number = self.paths.index(path)
+        if number != self.place:
+            self.place = number
+            self.point()
+        self.meter.show(self.clock.seconds, f"align {number + 1}/{len(self.paths)}, step {step}", guidance=loss)
+        due = self.begin + (number + 1) / len(self.paths) * max(0.0, self.end - self.begin)
+        return step >= FEWEST_STEPS and self.clock.seconds >= due
+
+    def point(self) -> None:
+        """A point of the curve: what the model would be if the fade ended now."""
+        with self.clock.paused(), self.fade.view("student"):
+            self.arm.curve.append((self.clock.seconds, self.data.score(self.fade.model, "validation"), "align"))
+        self.meter.show(self.clock.seconds, "align", validation=_last(self.arm))
+
+
+def _fade_out(
+    arm: Arm,
+    fade: Fade,
+    data: Data,
+    plan: Plan,
+    settings: Settings,
+    clock: Clock,
+    seconds: float,
+    meter: Meter,
+) -> None:
+    """The rest of the budget: alpha to 0, guidance kept, the task loss beside it."""
+    joint = _Joint(fade, data, settings, clock, settings.task_weight, settings.fade_lr, plan.seed)
+    fade.begin(plan, 10)
+    fade.seek(4)  # In mid-fade, where a step costs most.
+    cost = joint.seconds_per_step()
+    steps = max(FEWEST_STEPS, int((seconds - clock.seconds) / cost))
+    fade.begin(plan, steps)
+    begin, every = clock.seconds, max(1, round(steps / settings.curve_points))
+
+    def progress(step: int) -> float:
+        # A machine that has become slower skips steps of the schedule; the fade must end within the budget.
+        return max(fade.progress, (clock.seconds - begin) / max(1e-3, seconds - begin) if step >= FEWEST_STEPS else 0.0)
+
+    def after(step: int, task: float, guidance: float) -> None:
+        due = int(progress(step) * steps)
+        if due > fade.step_count:
+            fade.seek(min(due, steps))
+        log = fade.log()
+        phase = f"fade, step {fade.step_count}/{steps}"
+        shown = {"alpha": log["alpha"], "task": task, "guidance": guidance, "cosine": log.get("cosine")}
+        meter.show(clock.seconds, phase, **shown, validation=_last(arm))
+        if step % every == 0 or fade.step_count >= steps:
+            with fade.view("student"):
+                _mark(arm, data, clock, "fade", fade.model)
+
+    arm.steps["fade"] = joint.run(progress, after)
+    fade.seek(steps)

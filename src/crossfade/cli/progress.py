@@ -79,13 +79,15 @@ class Meter:
         self._progress.update(self._task, completed=min(spent, self._budget), facts=facts, left=left)
         if not self._progress.console.is_terminal and spent >= self._next_line:
             self._next_line = spent + EVERY
-            self._progress.console.print(f"{self._name}: {spent:.0f} s  {facts}  ({left})", highlight=False)
+            self._progress.console.print(
+                f"{self._name}: {spent:.0f} s  {facts}  ({left})", highlight=False, soft_wrap=True
+            )
 
     def done(self, spent: float, text: str) -> None:
         """Say how it ended."""
         self._progress.update(self._task, completed=self._budget, facts=text, left=f"{spent:.0f} s")
         if not self._progress.console.is_terminal:
-            self._progress.console.print(f"{self._name}: {spent:.0f} s  {text}", highlight=False)
+            self._progress.console.print(f"{self._name}: {spent:.0f} s  {text}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

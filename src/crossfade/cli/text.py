@@ -1,7 +1,7 @@
 """The text of the demo: paragraphs by topic, split into training, validation and held-out text.
 
-The default is the English reference text inside every CPython (`pydoc_data.topics`). The split is by topic and depends on
-the text alone, so that every seed is judged on the same held-out paragraphs.
+The default is the English reference text inside every CPython (`pydoc_data.topics`). The split is by topic and depends
+on the text alone, so that every seed is judged on the same held-out paragraphs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .console import Problem
+from .console import InputError
 
 __all__ = ["Split", "own_topics", "paragraphs", "pydoc_topics", "split"]
 
@@ -37,6 +37,15 @@ class Split:
     validation: tuple[str, ...]
     held_out: tuple[str, ...]
 
+    def capped(self, *, train: int, validation: int, held_out: int) -> Split:
+        """At most so many paragraphs of each part, spread evenly over it."""
+        return Split(
+            self.source,
+            _spread(self.train, train),
+            _spread(self.validation, validation),
+            _spread(self.held_out, held_out),
+        )
+
     def __str__(self) -> str:
         """One line."""
         return (
@@ -45,11 +54,15 @@ class Split:
         )
 
 
+def _spread(texts: tuple[str, ...], most: int) -> tuple[str, ...]:
+    return texts if len(texts) <= most else tuple(texts[i * len(texts) // most] for i in range(most))
+
+
 def paragraphs(text: str) -> list[str]:
-    """Blocks between empty lines, white space normalised, short ones left out.
+    r"""Blocks between empty lines, white space normalised, short ones left out.
 
     Example:
-        >>> paragraphs("A heading\\n\\n" + "word " * 10)
+        >>> paragraphs("A heading\n\n" + "word " * 10)
         ['word word word word word word word word word word']
     """
     found = (" ".join(block.split()) for block in re.split(r"\n\s*\n", text))
@@ -67,19 +80,19 @@ def own_topics(files: Sequence[Path]) -> dict[str, list[str]]:
     """The user's files: every 16 consecutive paragraphs are a topic.
 
     Raises:
-        Problem: A file is missing, unreadable, not UTF-8, or holds no paragraph.
+        InputError: A file is missing, unreadable, not UTF-8, or holds no paragraph.
     """
     topics: dict[str, list[str]] = {}
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as error:
-            raise Problem("a text file cannot be read.", where=file, got=error.strerror or error) from None
+            raise InputError("a text file cannot be read.", where=file, got=error.strerror or error) from None
         except UnicodeDecodeError as error:
-            raise Problem("a text file is not UTF-8.", where=file, got=error.reason) from None
+            raise InputError("a text file is not UTF-8.", where=file, got=error.reason) from None
         found = paragraphs(text)
         if not found:
-            raise Problem(
+            raise InputError(
                 "a text file holds no paragraphs.",
                 where=file,
                 expected=f"blocks of at least {SHORTEST} characters with empty lines between them",
@@ -99,7 +112,7 @@ def split(source: str, topics: Mapping[str, list[str]], *, held_out: float = 0.1
     training; otherwise the final figure would be measured on text that was learnt.
 
     Raises:
-        Problem: There are too few paragraphs for three parts.
+        InputError: There are too few paragraphs for three parts.
     """
     names = sorted(topics, key=_digest)
     total = len({_key(text) for name in names for text in topics[name]})
@@ -111,7 +124,7 @@ def split(source: str, topics: Mapping[str, list[str]], *, held_out: float = 0.1
         part.extend(_new(topics[name], seen))
     result = Split(source, train=tuple(parts[2]), validation=tuple(parts[1]), held_out=tuple(parts[0]))
     if min(map(len, parts)) < FEWEST:
-        raise Problem(
+        raise InputError(
             "there is too little text to learn from and to judge by.",
             where=source,
             expected=f"at least {3 * TOPIC} different paragraphs of {SHORTEST} characters or more",

@@ -101,11 +101,12 @@ def build(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> nn.Module
     return module.train(teacher.training)
 
 
-def _make(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> Any:
+def _make(like: StudentLike, teacher: nn.Module, site: SiteInfo) -> Any:
+    student: Any = like
     if isinstance(student, str):
-        entry = lookup("student", student)
-        by_name: Any = entry() if isinstance(entry, type) and not issubclass(entry, nn.Module) else entry
-        student = by_name
+        student = lookup("student", student)
+    if isinstance(student, type) and not issubclass(student, nn.Module):
+        student = student()  # `Copy` for `Copy()`: a factory class without arguments.
     if isinstance(student, Mapping):
         if site.path not in student:
             raise StudentError(
@@ -128,7 +129,16 @@ def _make(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> Any:
             expected="a registered name, a factory (teacher, site) -> module, a module, or a dict by path",
             got=repr(student),
         )
-    return student(teacher, site)
+    try:
+        return student(teacher, site)
+    except TypeError as error:
+        raise StudentError(
+            "the student factory failed.",
+            where=site.path,
+            expected="a factory that is called as (teacher, site) and returns a module",
+            got=f"{getattr(student, '__name__', type(student).__name__)}: TypeError: {error}",
+            do="wrap a class that takes other arguments: lambda teacher, site: YourModule(...)",
+        ) from error
 
 
 def _place(module: nn.Module, teacher: nn.Module, first: Tensor | None, device: torch.device) -> None:
