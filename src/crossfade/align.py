@@ -8,6 +8,7 @@ represent its teacher it reaches a plateau, and a joint phase has to follow.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from . import outputs
 from .blend import Blend
-from .capture import Group, capture, parse_bytes
+from .capture import Chunk, Group, by_sample, capture, parse_bytes
 from .errors import NonFiniteError, OutputError, PlanError, StateError
 from .guidance import DeepFeatureGuidance, Guidance
 from .ledger import Ledger, Term
@@ -176,11 +177,11 @@ class _SiteTrainer:
         self.site, self.groups, self.settings, self.loss = site, groups, settings, loss
         self.blend: Blend = site.blend
         for group in groups:
-            group.join()
+            if not group.join(self._find_cut(group.chunks[0])):
+                raise self._uncuttable("a tensor of the call differs between batches although it is not cut")
         # Draws are made on the CPU, so that every device sees the same order.
         self.dice = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
         self._split()
-        self._check_cut()
         self._measure_power(room)
 
     def _split(self) -> None:
@@ -207,21 +208,48 @@ class _SiteTrainer:
         return self.blend.main_of(out)
 
     @torch.no_grad()
-    def _check_cut(self) -> None:
-        """A site whose samples depend on one another (or whose call was cut wrongly) must not be trained by sample."""
-        group = self.groups[0]
-        whole = self._teacher(group, torch.arange(min(4, len(group))))
-        alone = self._teacher(group, torch.tensor([0]))
-        size = whole[:1].abs().max().clamp_min(1e-6)
-        tolerance = 0.05 if whole.dtype in (torch.float16, torch.bfloat16) else 1e-3
-        if alone.shape != whole[:1].shape or bool((alone - whole[:1]).abs().max() > tolerance * size):
-            raise OutputError(
-                "this site's call cannot be cut by sample.",
-                where=self.site.path,
-                expected="the teacher gives each sample the same output, alone and in a batch",
-                got=f"outputs of shape {list(alone.shape)} and {list(whole[:1].shape)} that differ",
-                do="exclude this site from align and train it in the fade",
-            )
+    def _find_cut(self, chunk: Chunk) -> list[bool]:
+        """Which tensors of the call are cut by sample: those with which the teacher gives a sample, alone, the same.
+
+        A tensor of another kind may happen to be as long as the batch (a causal mask, a table of positions), so where
+        the plain cut fails the others are tried.
+
+        Raises:
+            OutputError: No cut works: the site's samples depend on one another.
+        """
+        held = list(outputs.tensors((chunk.args, chunk.kwargs)))
+        main = outputs.main_input(chunk.args, chunk.kwargs)
+        whole = self._answer(chunk, [False] * len(held))[:1]
+        plain = [by_sample(tensor, chunk.samples) for tensor in held]
+        unclear = [i for i, tensor in enumerate(held) if plain[i] and tensor is not main][:4]
+        for choice in itertools.product((True, False), repeat=len(unclear)):
+            cut = list(plain)
+            for i, flag in zip(unclear, choice, strict=True):
+                cut[i] = flag
+            try:
+                alone = self._answer(chunk, cut)
+            except (RuntimeError, IndexError, ValueError):
+                continue  # Shapes that do not go together: not this cut.
+            tolerance = 0.05 if whole.dtype in (torch.float16, torch.bfloat16) else 1e-3
+            size = whole.abs().max().clamp_min(1e-6)
+            if alone.shape == whole.shape and bool((alone - whole).abs().max() <= tolerance * size):
+                return cut
+        raise self._uncuttable("outputs that differ")
+
+    def _answer(self, chunk: Chunk, cut: list[bool]) -> Tensor:
+        """The teacher's output for a captured call, the tensors marked in `cut` reduced to their first sample."""
+        flags = iter(cut)
+        args, kwargs = outputs.map_tensors((chunk.args, chunk.kwargs), lambda x: (x[:1] if next(flags) else x).clone())
+        return self.blend.main_of(self.blend.active_teacher()(*args, **kwargs))
+
+    def _uncuttable(self, got: str) -> OutputError:
+        return OutputError(
+            "this site's call cannot be cut by sample.",
+            where=self.site.path,
+            expected="the teacher gives each sample the same output, alone and in a batch",
+            got=got,
+            do="exclude this site from align and train it in the fade",
+        )
 
     @torch.no_grad()
     def _measure_power(self, room: int) -> None:
@@ -275,7 +303,7 @@ class _SiteTrainer:
             for index in order.split(64):
                 value, student, target, mask = self._error(group, index)
                 n = float(count(target, mask))
-                error += float(value) * n
+                error += float(value.detach()) * n
                 a, b = self._branch(group, index, student), self._branch(group, index, target)
                 cosine += float(cosine_sum(a, b, mask))
                 positions += n
@@ -342,12 +370,12 @@ class _SiteTrainer:
                 raise NonFiniteError(
                     "alignment met a value that is not finite.",
                     where=self.site.path,
-                    got=f"loss {float(value)} at step {step}",
+                    got=f"loss {float(value.detach())} at step {step}",
                 )
             optimizer.step()
             optimizer.zero_grad()
             last = step == settings.steps
-            stop = bool(progress and progress(self.site.path, step, float(value)))
+            stop = bool(progress and progress(self.site.path, step, float(value.detach())))
             if step % settings.check_every == 0 or last or stop:
                 error, cosine = self._held_out()
                 history.append((step, error))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -118,6 +118,7 @@ class Blend(nn.Module):
         self.where: outputs.Where | str = "auto"
         self.structure: Any = None
         self.bare_student = False
+        self.cast: torch.dtype | None = None
         self.writes_input: bool | None = None
         self.training = teacher.training
         teacher.eval()
@@ -174,7 +175,7 @@ class Blend(nn.Module):
         detached = guided and self.detach_input
         if detached and off_path:
             s_args, s_kwargs = outputs.detach(s_args), outputs.detach(s_kwargs)
-        with torch.no_grad() if off_path and not guided else contextlib.nullcontext():
+        with self._watching() if off_path and not guided else contextlib.nullcontext():
             s_out = self.call_student(s_args, s_kwargs)
         s_guided = s_out
         if detached and not off_path:
@@ -195,6 +196,18 @@ class Blend(nn.Module):
                 target = target.clone()  # An inference tensor cannot be saved for a backward.
             self._record(guided, observe, self.main_of(s_guided), target, (args, kwargs))
         return self._join(route, t_out, s_out, t, s)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """For a look at the student that must not change the run: no graph, no dropout, no running statistics."""
+        modes = [(module, module.training) for module in self.student.modules()]
+        self.student.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def try_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call both once, for the checks that it makes; nothing is recorded (the blend is in eval)."""
@@ -273,6 +286,11 @@ class Blend(nn.Module):
                     do="return the teacher's structure, or the main tensor alone",
                 )
             self.bare_student = isinstance(s_out, Tensor) and self._place() is not None
+            dtype = self.main_of(t_out).dtype
+            if self.main_of(s_out).dtype == dtype:
+                self.cast = None
+            elif not torch.is_autocast_enabled(self.weight.device.type):
+                self.cast = dtype
 
     def _place(self) -> outputs.Where:
         return None if self.where == "auto" else self.where
@@ -289,7 +307,7 @@ class Blend(nn.Module):
             with torch.no_grad():
                 own_args, own_kwargs = outputs.map_tensors((args, dict(kwargs or {})), torch.clone)
                 self._learn(self.teacher(*own_args, **own_kwargs), s_out)
-        return outputs.conform(s_out, self._place(), self.structure)
+        return outputs.conform(outputs.cast_main(s_out, self._place(), self.cast), self._place(), self.structure)
 
     def _separate(
         self, teacher_leads: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -374,7 +392,8 @@ class Blend(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             modules = self.__dict__.get("_modules", {})
-            source = modules.get("teacher") or modules.get("student")
+            teacher = modules.get("teacher")
+            source = teacher if teacher is not None else modules.get("student")
             if source is None or (name.startswith("_") and name != "_qkv_same_embed_dim") or not hasattr(source, name):
                 raise
         value = getattr(source, name)

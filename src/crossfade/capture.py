@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +54,30 @@ class Group:
     def __len__(self) -> int:
         return sum(chunk.samples for chunk in self.chunks)
 
-    def join(self) -> None:
-        """Lay the chunks' samples one after another."""
+    def join(self, cut: Sequence[bool]) -> bool:
+        """Lay the chunks' samples one after another; False if a tensor that is not cut differs between chunks.
+
+        Args:
+            cut: For each tensor of the call, whether it is cut by sample.
+        """
         first = self.chunks[0]
-        columns = zip(*(list(outputs.tensors((c.args, c.kwargs))) for c in self.chunks), strict=True)
-        self.rows = [torch.cat(column) if _by_sample(column[0], first.samples) else None for column in columns]
-        self.mask = None if first.mask is None else torch.cat([c.mask for c in self.chunks if c.mask is not None])
+        columns = list(zip(*(list(outputs.tensors((c.args, c.kwargs))) for c in self.chunks), strict=True))
+        if not all(
+            by_sample or all(torch.equal(column[0], x) for x in column)
+            for column, by_sample in zip(columns, cut, strict=True)
+        ):
+            return False
+        self.rows = [_joined(column) if by_sample else None for column, by_sample in zip(columns, cut, strict=True)]
+        self.mask = None if first.mask is None else _joined([c.mask for c in self.chunks if c.mask is not None])
+        # From here on the rows hold the samples; a second copy would not be in the budget.
+        flags = iter(cut)
+        first.args, first.kwargs = outputs.map_tensors(
+            (first.args, first.kwargs), lambda tensor: tensor.new_empty(0) if next(flags) else tensor
+        )
+        first.mask = None
         for chunk in self.chunks[1:]:
             chunk.args, chunk.kwargs, chunk.mask = (), {}, None
+        return True
 
     def call(self, index: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call for the samples at `index`. Shapes: [b]."""
@@ -76,7 +92,12 @@ class Group:
         return args, kwargs
 
 
-def _by_sample(tensor: Tensor, samples: int) -> bool:
+def _joined(column: Sequence[Tensor]) -> Tensor:
+    return column[0] if len(column) == 1 else torch.cat(list(column))
+
+
+def by_sample(tensor: Tensor, samples: int) -> bool:
+    """Whether a tensor's first dimension has the length of the batch: it is then probably cut by sample."""
     return tensor.dim() > 0 and tensor.shape[0] == samples
 
 
@@ -140,9 +161,9 @@ def _same_but_samples(a: Chunk, b: Chunk) -> bool:
     ):
         return False
     for x, y in zip(left, right, strict=True):
-        if _by_sample(x, a.samples) != _by_sample(y, b.samples) or x.dtype != y.dtype:
+        if by_sample(x, a.samples) != by_sample(y, b.samples) or x.dtype != y.dtype:
             return False
-        if x.shape[1:] != y.shape[1:] if _by_sample(x, a.samples) else not torch.equal(x, y):
+        if x.shape[1:] != y.shape[1:] if by_sample(x, a.samples) else not torch.equal(x, y):
             return False
     return True
 

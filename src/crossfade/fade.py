@@ -93,7 +93,7 @@ class Fade:
         self._optimizers: tuple[Optimizer, ...] = ()
         self._handles: list[Any] = []
         self._viewing: str | None = None
-        self._statistics = training.frozen_statistics(model, sites)
+        self._statistics = [(m, m.training) for m in training.frozen_statistics(model, sites)]
         self._forward_names = tuple(inspect.signature(model.forward).parameters)
 
     # ---- the clock ---------------------------------------------------------------------------------------------
@@ -456,7 +456,9 @@ class Fade:
                     )
         self.detach()
         self.plan, self.total_steps = plan, total_steps
-        self._statistics = training.frozen_statistics(self.model, self.sites)
+        known = {id(m): mode for m, mode in self._statistics}
+        frozen = training.frozen_statistics(self.model, self.sites)
+        self._statistics = [(m, known.get(id(m), m.training)) for m in frozen]
         self.seek(0)
 
     def follow(self, other: Fade) -> None:
@@ -531,8 +533,11 @@ class Fade:
             )
         with Changes() as changes:
             for site in self.sites:
-                put_teacher_back(changes, self.model, site, as_found=self.model.training == self._mode_found)
+                put_teacher_back(changes, self.model, site)
                 self._restore(changes, site.teacher_flags)
+            if self.model.training == self._mode_found:  # Also modes that differed from the model's come back.
+                for module, mode in [pair for site in self.sites for pair in site.teacher_modes]:
+                    changes.set(module, "training", mode)
             self._restore(changes, self._flags)
             if self._snapshot is not None:
                 self.model.load_state_dict(self._snapshot)
@@ -542,8 +547,8 @@ class Fade:
     def _restore(self, changes: Changes, flags: list[tuple[nn.Parameter, bool]]) -> None:
         for parameter, flag in flags:
             changes.train_flag(parameter, flag)
-        for frozen in self._statistics:
-            changes.mode(frozen, self.model.training)
+        for frozen, mode in self._statistics:
+            changes.mode(frozen, mode if self.model.training == self._mode_found else self.model.training)
 
     def _end(self) -> None:
         self.detach()
@@ -563,11 +568,19 @@ class Fade:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: note the padding mask, keep frozen statistics in eval."""
-        for frozen in self._statistics:
+        for frozen, _ in self._statistics:
             if frozen.training:
                 frozen.eval()
         mask = outputs.mask_argument(self._forward_names, args, kwargs)
-        self.ledger.begin_forward(mask, records=module.training and torch.is_grad_enabled())
+        records = module.training and torch.is_grad_enabled()
+        if records and (self._seen or self.ledger.finite or self.ledger.similarities) and self._no_gradients():
+            self._seen, self._last = {}, {}
+            self.ledger.forget_skipped()
+        self.ledger.begin_forward(mask, records=records)
+
+    def _no_gradients(self) -> bool:
+        """Whether gradients were thrown away since the last forward: then no step follows from it."""
+        return all(p.grad is None for p in self.model.parameters() if p.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fade:
         """The handle of a copied model: same step and plan, no optimizer, an empty ledger."""

@@ -114,13 +114,14 @@ def largest_difference(a: Any, b: Any) -> float:
 def final_student(blend: Blend) -> nn.Module:
     """The module that will stand in the model: the student, adapted if it returns less than the caller expects."""
     student = blend.student
-    if not blend.bare_student or blend.where in ("auto", None):
-        return student
     where = None if blend.where == "auto" else blend.where
-    if isinstance(student, Adapter):
-        student.where, student.structure = where, blend.structure
+    bare = blend.bare_student and where is not None
+    if not bare and blend.cast is None:
         return student
-    return Adapter(student, where=where, structure=blend.structure).train(student.training)
+    adapter = student if isinstance(student, Adapter) else Adapter(student).train(student.training)
+    adapter.where, adapter.dtype = where, blend.cast
+    adapter.structure = blend.structure if bare else None
+    return adapter
 
 
 def strip(changes: Changes, model: nn.Module, sites: Iterable[Site]) -> None:
@@ -155,8 +156,8 @@ def prove(model: nn.Module, sites: list[Site], before: Any, batch: Any) -> None:
         )
 
 
-def put_teacher_back(changes: Changes, model: nn.Module, site: Site, *, as_found: bool) -> None:
-    """Let the teacher stand at the site again, its modes as install found them or as the model's now."""
+def put_teacher_back(changes: Changes, model: nn.Module, site: Site) -> None:
+    """Let the teacher stand at the site again, in the model's mode."""
     teacher = site.blend.teacher
     if teacher is None:
         raise StateError("the teacher is gone.", where=site.path)
@@ -166,9 +167,6 @@ def put_teacher_back(changes: Changes, model: nn.Module, site: Site, *, as_found
         for offset, module in enumerate(teacher.children()):
             changes.put(model, [f"{site.run.container}.{site.run.start + offset}".lstrip(".")], module)
     changes.mode(teacher, model.training)
-    if as_found:
-        for module, mode in site.teacher_modes:
-            module.training = mode
 
 
 def write_receipt(
@@ -206,7 +204,8 @@ def _adapter(site: Site) -> dict[str, Any] | None:
         structure = outputs.pack(student.structure)
     except OutputError:
         structure = None  # A class of its own: loading it needs a student that returns it.
-    return {"drop": list(student.drop), "where": student.where, "structure": structure}
+    dtype = None if student.dtype is None else str(student.dtype).removeprefix("torch.")
+    return {"drop": list(student.drop), "where": student.where, "structure": structure, "dtype": dtype}
 
 
 def route_all(sites: Iterable[Site], route: Route) -> None:

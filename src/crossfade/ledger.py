@@ -117,12 +117,17 @@ class Ledger:
             finite = torch.isfinite(value)
             flags[path] = finite & flags[path] if path in flags else finite
         if flags and not bool(torch.stack([flag.to("cpu") for flag in flags.values()]).all()):
+            self.clear()  # The step is lost; the next one must not be judged by it.
             raise NonFiniteError(
                 "a teacher, student or guidance value is not finite; the optimizer has not moved.",
                 where=", ".join(path for path, flag in flags.items() if not bool(flag)),
                 got=f"step {step}",
                 do="look at the inputs of this site; lower the rate, or clip the gradients",
             )
+
+    def forget_skipped(self) -> None:
+        """Drop measurements of a step that never came (a gradient scaler skipped it, the user left it out)."""
+        self.similarities, self.finite = {}, {}
 
     def clear(self) -> None:
         """Forget everything that belongs to the step that ends."""

@@ -19,6 +19,7 @@ from .errors import OutputError, StateError
 
 __all__ = [
     "Where",
+    "cast_main",
     "conform",
     "describe",
     "detach",
@@ -168,6 +169,15 @@ def unpack(data: Any) -> Any:
     if kind == "dict":
         return {key: unpack(item) for key, item in items.items()}
     return (tuple if kind == "tuple" else list)(unpack(item) for item in items)
+
+
+def cast_main(output: Any, where: Where, dtype: torch.dtype | None) -> Any:
+    """`output` with its main tensor in another dtype; None changes nothing."""
+    if dtype is None:
+        return output
+    if isinstance(output, Tensor):
+        return output.to(dtype)
+    return set_main(output, where, main(output, where).to(dtype))
 
 
 def conform(output: Any, where: Where, structure: Any) -> Any:

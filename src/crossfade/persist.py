@@ -155,7 +155,11 @@ def _rebuild(
     if row["adapter"] is not None:
         adapter = row["adapter"]
         student = Adapter(
-            student, drop=tuple(adapter["drop"]), where=adapter["where"], structure=unpack(adapter["structure"])
+            student,
+            drop=tuple(adapter["drop"]),
+            where=adapter["where"],
+            structure=unpack(adapter["structure"]),
+            dtype=_dtype(adapter["dtype"]),
         ).train(student.training)
     for name in () if swap is None else swap.carry:
         if not hasattr(student, name):
@@ -164,6 +168,16 @@ def _rebuild(
         changes.put(model, row["paths"], student)
     else:
         shorten(changes, model, run, student)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """A torch dtype by name; anything else of that name is refused."""
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PersistError("unknown dtype.", got=repr(name))
+    return dtype
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:

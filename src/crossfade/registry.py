@@ -112,6 +112,8 @@ def encode(value: Any, where: str = "plan") -> Any:
     name = registered_name(value)
     if name is not None:
         return {"kind": ":".join(name)}
+    if isinstance(value, Mapping) and "kind" in value:  # A key of the user's, not ours.
+        return {"kind": "mapping", "items": [[str(key), encode(item, f"{where}.{key}")] for key, item in value.items()]}
     if isinstance(value, Mapping):
         return {str(key): encode(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -140,6 +142,8 @@ def decode(data: Any, where: str = "plan") -> Any:
         return data
     if "kind" not in data:
         return {key: decode(item, f"{where}.{key}") for key, item in data.items()}
+    if data["kind"] == "mapping":
+        return _mapping(data.get("items"), where)
     if data["kind"] == "target:regex":
         return _compile(data.get("pattern"), where)
     kind, _, name = str(data["kind"]).partition(":")
@@ -164,6 +168,12 @@ def decode(data: Any, where: str = "plan") -> Any:
         return entry(**fields)
     except TypeError as error:
         raise PlanError(f"{data['kind']!r} cannot be built from this.", where=where, got=str(error)) from None
+
+
+def _mapping(items: Any, where: str) -> dict[str, Any]:
+    if not isinstance(items, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in items):
+        raise PlanError("this is not a mapping.", where=where, expected="[[key, value], ...]", got=repr(items))
+    return {str(key): decode(item, f"{where}.{key}") for key, item in items}
 
 
 def _compile(pattern: Any, where: str) -> re.Pattern[str]:

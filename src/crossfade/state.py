@@ -206,7 +206,7 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site]) -> tuple[int, 
         if isinstance(site.driver, Controller):
             site.driver.load_state_dict(controller)
         if structure is not None:
-            site.blend.where, site.blend.bare_student, site.blend.structure = structure
+            site.blend.where, site.blend.bare_student, site.blend.structure, site.blend.cast = structure
     return step, total
 
 
@@ -223,14 +223,15 @@ def _structure_out(site: Site) -> dict[str, Any] | None:
     blend = site.blend
     if blend.where == "auto":
         return None
-    where, bare = blend.where, blend.bare_student
+    dtype = None if blend.cast is None else str(blend.cast).removeprefix("torch.")
     try:
-        return {"where": where, "bare": bare, "skeleton": outputs.pack(blend.structure)}
+        skeleton = outputs.pack(blend.structure)
+        return {"where": blend.where, "bare": blend.bare_student, "skeleton": skeleton, "cast": dtype}
     except OutputError:
         return None
 
 
-def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, Any], tuple[Any, bool, Any] | None]:
+def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, Any], tuple[Any, bool, Any, Any] | None]:
     """One site's row, read whole before anything of any site changes.
 
     Raises:
@@ -246,7 +247,8 @@ def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, A
         kept = row["structure"]
         structure = None
         if kept is not None:
-            structure = (kept["where"], bool(kept["bare"]), outputs.unpack(kept["skeleton"]))
+            cast = None if kept["cast"] is None else getattr(torch, kept["cast"])
+            structure = (kept["where"], bool(kept["bare"]), outputs.unpack(kept["skeleton"]), cast)
         return str(row["teacher_hash"]), power, controller, structure
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PersistError("the saved state of a site is damaged.", where=site.path, got=repr(error)) from None

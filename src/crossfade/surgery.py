@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import outputs
-from .blend import Blend
+from .blend import Blend, is_blend
 from .changes import Changes, refuse_wrapped
 from .errors import OutputError, PlanError, SelectionError, StateError
 from .fade import Fade, Release
@@ -96,7 +96,8 @@ def install(
     ledger, sites = Ledger(), []
     modes = [(module, module.training) for item in built for module in item.teacher.modules()]
     try:
-        sites += [_site(item, ledger) for item in built]
+        found = {id(module): mode for module, mode in modes}
+        sites += [_site(item, ledger, found) for item in built]
         for site in sites:
             site.seek(0, total_steps, plan.seed)
         _check_names(plan, sites)
@@ -106,8 +107,7 @@ def install(
         with Changes() as changes:
             for site in sites:
                 _mount(changes, model, site)
-            inside = {id(p) for site in sites for p in site.blend.parameters()}
-            flags = [(p, p.requires_grad) for p in model.parameters() if id(p) not in inside]
+            flags = [(p, p.requires_grad) for p in _outside(model)]
             freeze(changes, model, sites, plan.trains)
             fade = _start(
                 model,
@@ -211,9 +211,8 @@ def _build(model: nn.Module, plan: Plan, swap: Swap, match: Match, index: int, n
     return _Built(match, swap, index, n, teacher, student)
 
 
-def _site(item: _Built, ledger: Ledger) -> Site:
+def _site(item: _Built, ledger: Ledger, modes: dict[int, bool]) -> Site:
     match, swap, teacher = item.match, item.swap, item.teacher
-    modes = [(m, m.training) for m in teacher.modules()]
     blend = Blend(
         teacher,
         item.student,
@@ -238,7 +237,7 @@ def _site(item: _Built, ledger: Ledger) -> Site:
         parameters=match.parameters,
         teacher_class=match.class_name,
         teacher_flags=[(p, p.requires_grad) for p in teacher.parameters()],
-        teacher_modes=modes,
+        teacher_modes=[(m, modes[id(m)]) for m in teacher.modules()],
     )
 
 
@@ -304,6 +303,20 @@ def _try_site(item: _Built, site: Site, reached: set[str]) -> Any:
         reached.add(site.path)
 
     return item.match.module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _outside(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that stay when the teachers go; one that a teacher shares with the backbone is among them."""
+    seen: set[int] = set()
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if is_blend(module) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield from (p for p in module.parameters(recurse=False) if id(p) not in seen)
+        seen.update(id(p) for p in module.parameters(recurse=False))
+        stack.extend(module.children())
 
 
 # ---- mutate --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StudentError
-from ..outputs import Where, conform
+from ..outputs import Where, cast_main, conform
 from ..registry import lookup
 
 __all__ = ["Adapter", "Factory", "SiteInfo", "StudentLike", "build", "check_call", "isolated_random"]
@@ -61,7 +61,10 @@ def isolated_random(seed: int, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type not in ("cpu", "meta") else []
     try:
         with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(seed)  # noqa: TID251 - inside fork_rng: the outer state comes back
+            # Each generator by itself: torch.manual_seed would also move those of devices that are not forked.
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.get_device_module(device).manual_seed(seed)
             random.seed(seed)
             yield
     finally:
@@ -215,6 +218,7 @@ class Adapter(nn.Module):
         drop: Keyword arguments of the call that it does not get.
         where: Place of the main tensor in `structure`.
         structure: What the caller expects, with every tensor replaced by None (see `outputs.skeleton`).
+        dtype: Dtype of the main tensor that the caller expects; None leaves it.
 
     Example:
         >>> attention = Adapter(nn.Linear(2, 2), drop=("mask",), where=0, structure=(None, None))
@@ -224,18 +228,25 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, *, drop: tuple[str, ...] = (), where: Where = None, structure: Any = None
+        self,
+        module: nn.Module,
+        *,
+        drop: tuple[str, ...] = (),
+        where: Where = None,
+        structure: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.drop = drop
         self.where = where
         self.structure = structure
+        self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes: the student's; the output in the caller's structure."""
         out = self.module(*args, **{key: value for key, value in kwargs.items() if key not in self.drop})
-        return conform(out, self.where, self.structure)
+        return conform(cast_main(out, self.where, self.dtype), self.where, self.structure)
 
 
 def check_call(student: nn.Module, teacher: str, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
