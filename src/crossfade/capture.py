@@ -141,6 +141,8 @@ class Capture:
             return False
         self.bytes += size
         for path, chunk in pending:
+            if chunk.samples == 0:
+                continue
             group = next((g for g in self.groups[path] if _same_but_samples(g.chunks[0], chunk)), None)
             if group is None:
                 self.groups[path].append(Group([chunk]))
