@@ -67,7 +67,9 @@ def main() -> int:
             if not killed:
                 survivors.append(mutant.name)
                 print(output[-2000:])
-            print(f"{'killed  ' if killed else 'SURVIVED'} {mutant.name:<40} {time.perf_counter() - begin:5.1f} s  {mutant.test}")
+            print(
+                f"{'killed  ' if killed else 'SURVIVED'} {mutant.name:<40} {time.perf_counter() - begin:5.1f} s  {mutant.test}"
+            )
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
     return len(survivors)
 

@@ -1,0 +1,352 @@
+"""The wrong implementations, and for each the test that must notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` in `file` (below `src/crossfade`, exactly once) becomes `new`; `test` must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTANTS = [
+    Mutant(
+        "no_grad around the teacher",
+        "blend.py",
+        "target_only = not teacher_leads or not self.teacher_gradient",
+        "target_only = True",
+        "tests/laws/test_phases.py::test_the_gradient_of_the_student_carries_1_minus_w_and_reaches_earlier_students_through_the_teacher",
+    ),
+    Mutant(
+        "gradient through the guide phase's teacher",
+        "blend.py",
+        "target_only = not teacher_leads or not self.teacher_gradient",
+        "target_only = False",
+        "tests/laws/test_phases.py",
+    ),
+    Mutant(
+        "dice in forward",
+        "blend.py",
+        "        weight = self.weight if self.training else self.alpha\n",
+        "        weight = torch.bernoulli(self.alpha) if self.training else self.alpha\n",
+        "tests/laws/test_variance.py::test_the_deterministic_gate_has_no_variance_at_all",
+    ),
+    Mutant(
+        "gate drawn by a global generator",
+        "gates.py",
+        '    digest = hashlib.blake2b(f"{seed}\\0{site}\\0{step}".encode(), digest_size=8).digest()\n',
+        "    import torch\n    digest = hashlib.blake2b(str(torch.rand(())).encode(), digest_size=8).digest()\n",
+        "tests/laws/test_draws.py::test_a_draw_is_the_same_number_on_every_machine_and_in_every_version",
+    ),
+    Mutant(
+        "one dice for all sites",
+        "gates.py",
+        '"" if getattr(gate, "granularity", "site") == "shared" else site',
+        '""',
+        "tests/laws/test_draws.py::test_draws_are_uncorrelated_over_sites_steps_and_seeds",
+    ),
+    Mutant(
+        "gate depends on nothing but the site",
+        "gates.py",
+        r'f"{seed}\0{site}\0{step}"',
+        r'f"{seed}\0{site}"',
+        "tests/laws/test_draws.py::test_draws_are_uncorrelated_over_sites_steps_and_seeds",
+    ),
+    Mutant(
+        "s + w (t - s)",
+        "outputs.py",
+        "        return torch.lerp(student, teacher, weight)\n",
+        "        return student + weight * (teacher - student)\n",
+        "tests/test_outputs.py",
+    ),
+    Mutant(
+        "alpha and 1 - alpha swapped",
+        "outputs.py",
+        "torch.lerp(student, teacher, weight)",
+        "torch.lerp(teacher, student, weight)",
+        "tests/laws/test_ends.py::test_in_between_the_blend_is_the_stated_mixture",
+    ),
+    Mutant(
+        "selection by a product lets NaN through",
+        "outputs.py",
+        "    return torch.where(weight > 0.5, teacher, student.to(teacher.dtype))\n",
+        "    return weight * teacher + (1 - weight) * student.to(teacher.dtype)\n",
+        "tests/laws/test_precision.py::test_a_bad_value_on_the_side_of_weight_0_stays_out_of_the_output_and_stops_the_step",
+    ),
+    Mutant(
+        "weight cast with the model",
+        "blend.py",
+        "self.alpha, self.weight = self.alpha.to(device), self.weight.to(device)",
+        "self.alpha, self.weight = fn(self.alpha), fn(self.weight)",
+        "tests/laws/test_precision.py::test_no_cast_or_copy_moves_alpha",
+    ),
+    Mutant(
+        "teacher follows train()",
+        "blend.py",
+        "        if self.teacher is not None:\n            self.teacher.eval()\n        return self",
+        "        return self",
+        "tests/laws/test_phases.py::test_the_teacher_is_always_in_eval_and_never_in_the_optimizer",
+    ),
+    Mutant(
+        "both get the same input object",
+        "blend.py",
+        "torch.clone if self.writes_input is not False else lambda x: x",
+        "lambda x: x",
+        "tests/field/test_fc60_in_place.py",
+    ),
+    Mutant(
+        "a cache for both", "outputs.py", 'base.__name__ == "Cache"', 'base.__name__ == "None"', "tests/test_outputs.py"
+    ),
+    Mutant(
+        "padding counted in the error",
+        "guidance.py",
+        "total = squared_error_sum(student, teacher, mask)",
+        "total = squared_error_sum(student, teacher, None)",
+        "tests/laws/test_micro_batches.py::test_what_stands_in_the_padding_does_not_matter",
+    ),
+    Mutant(
+        "padding counted in the positions",
+        "blend.py",
+        "term = Term(error, count(t, mask), power)",
+        "term = Term(error, count(t, None), power)",
+        "tests/laws/test_micro_batches.py::test_unequal_micro_batches_add_up_to_the_full_batch",
+    ),
+    Mutant(
+        "guidance in half precision",
+        "metrics.py",
+        "return x if x.dtype in (torch.float32, torch.float64) else x.float()",
+        "return x",
+        "tests/laws/test_precision.py::test_guidance_is_computed_in_float32",
+    ),
+    Mutant(
+        "guidance gradient into the teacher",
+        "blend.py",
+        "target = t.detach()",
+        "target = t",
+        "tests/laws/test_phases.py::test_alignment_phase_gives_students_only_the_guidance_gradient",
+    ),
+    Mutant(
+        "guidance counted again when recomputed",
+        "blend.py",
+        "            if not again:\n                with torch.no_grad():\n                    # Once",
+        "            if True:\n                with torch.no_grad():\n                    # Once",
+        "tests/field/test_fc13_checkpoint_guidance.py::test_the_recomputation_records_nothing",
+    ),
+    Mutant(
+        "reading does not clear",
+        "ledger.py",
+        "terms, self.terms = self.terms, {}",
+        "terms = dict(self.terms)",
+        "tests/laws/test_micro_batches.py",
+    ),
+    Mutant(
+        "guidance summed over calls",
+        "site.py",
+        "return self.lam * torch.stack(values).mean()",
+        "return self.lam * torch.stack(values).sum()",
+        "tests/test_site.py::test_that_guidance_is_lambda_times_the_mean_over_calls",
+    ),
+    Mutant(
+        "power measured anew each step",
+        "state.py",
+        "        site.power.observe(flat[2 * i], flat[2 * i + 1])\n        site.power.fixed = True\n",
+        "        site.power.observe(flat[2 * i], flat[2 * i + 1])\n",
+        "tests/test_state.py::test_that_the_first_step_fixes_the_power_from_all_micro_batches",
+    ),
+    Mutant(
+        "lambda lives on after the end",
+        "guidance.py",
+        "    if total is not None and step >= total:\n        return 0.0\n",
+        "",
+        "tests/laws/test_finalize.py::test_finalize_leaves_a_plain_model_equal_to_alpha_0",
+    ),
+    Mutant(
+        "schedule one step late",
+        "schedules.py",
+        "min(1.0, max(0.0, step / total))",
+        "min(1.0, max(0.0, (step - 1) / total))",
+        "tests/test_schedules.py::test_that_step_k_of_n_sees_k_over_n_and_clamps",
+    ),
+    Mutant(
+        "schedule one step early",
+        "schedules.py",
+        "min(1.0, max(0.0, step / total))",
+        "min(1.0, max(0.0, (step + 1) / total))",
+        "tests/test_schedules.py::test_that_step_k_of_n_sees_k_over_n_and_clamps",
+    ),
+    Mutant(
+        "aggr20 without its knee",
+        "schedules.py",
+        "Piecewise(((0.0, 1.0), (0.1, 0.3), (0.2, 0.0)))",
+        "Piecewise(((0.0, 1.0), (0.2, 0.0)))",
+        "tests/laws/test_schedules.py::test_aggr20_has_the_values_of_the_paper",
+    ),
+    Mutant(
+        "alpha may rise again",
+        "gates.py",
+        "            self.lowest = min(self.lowest, 1.0 - share)\n",
+        "            self.lowest = 1.0 - share\n",
+        "tests/test_gates.py",
+    ),
+    Mutant(
+        "clock follows micro-batches",
+        "fade.py",
+        "        terms = self.ledger.read()\n",
+        "        terms = self.ledger.read()\n        self.step_count += 1\n",
+        "tests/field/test_fc18_ticks.py",
+    ),
+    Mutant(
+        "zero gradients are not dropped",
+        "fade.py",
+        "                    parameter.grad = None\n",
+        "                    pass\n",
+        "tests/laws/test_execution.py::test_a_student_without_part_in_a_step_is_not_moved_by_it",
+    ),
+    Mutant(
+        "teacher never released",
+        "state.py",
+        "    site.blend.release()\n",
+        "",
+        "tests/laws/test_phases.py::test_the_teacher_is_released_and_its_memory_dead_once_it_is_never_needed_again",
+    ),
+    Mutant(
+        "released one step early",
+        "site.py",
+        "        if self.alpha > 0.0 or self.lam > 0.0:\n            return False\n        guidance",
+        "        return True\n        guidance",
+        "tests/laws/test_phases.py::test_a_teacher_whose_schedule_returns_is_kept",
+    ),
+    Mutant(
+        "a tensor of the student left warm",
+        "students/basic.py",
+        "            for module in student.modules():\n                rule(module)\n",
+        "            for module in student.modules():\n                rule(module)\n            for name, tensor in cold[:1]:\n                tensor.copy_(dict(named_tensors(teacher))[name])\n",
+        "tests/students/test_basic.py::test_that_reset_parameters_makes_torch_modules_cold",
+    ),
+    Mutant(
+        "building students moves the global generator",
+        "students/base.py",
+        '        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):\n',
+        "        with contextlib.nullcontext():\n",
+        "tests/laws/test_draws.py::test_nothing_moves_the_global_random_states",
+    ),
+    Mutant(
+        "only the first place is replaced",
+        "changes.py",
+        "        for path in paths:\n",
+        "        for path in list(paths)[:1]:\n",
+        "tests/field/test_fc48_shared_modules.py::test_every_place_holds_the_same_blend_and_the_reports_show_all",
+    ),
+    Mutant(
+        "a failing install leaves its changes",
+        "changes.py",
+        "        if kind is not None:\n            self.undo()\n",
+        "        return\n",
+        "tests/laws/test_install.py::test_a_failure_in_the_middle_of_the_change_is_taken_back",
+    ),
+    Mutant(
+        "backbone flags stay frozen",
+        "fade.py",
+        "        for parameter, flag in flags:\n            changes.train_flag(parameter, flag)\n        for frozen",
+        "        for frozen",
+        "tests/laws/test_finalize.py::test_finalize_leaves_a_plain_model_equal_to_alpha_0",
+    ),
+    Mutant(
+        "the hook stays after finalize",
+        "fade.py",
+        "        self.model._forward_pre_hooks.pop(self.hook_id, None)\n",
+        "",
+        "tests/laws/test_finalize.py::test_finalize_leaves_a_plain_model_equal_to_alpha_0",
+    ),
+    Mutant(
+        "finalize in mid-fade",
+        "finalize.py",
+        "    if left and not force:\n",
+        "    if False:\n",
+        "tests/laws/test_finalize.py::test_finalize_refuses_before_the_end_and_changes_nothing",
+    ),
+    Mutant(
+        "teacher weights in checkpoints",
+        "blend.py",
+        "            del result[key]\n",
+        "            pass\n",
+        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
+    ),
+    Mutant(
+        "optimizer without students is accepted",
+        "training.py",
+        "    if missing:\n        raise StateError(",
+        "    if False:\n        raise StateError(",
+        "tests/test_training.py::test_that_an_optimizer_built_before_install_is_refused",
+    ),
+    Mutant(
+        "teacher in the optimizer is accepted",
+        "training.py",
+        "    if wrong:\n        raise StateError(",
+        "    if False:\n        raise StateError(",
+        "tests/test_training.py::test_that_a_teacher_beside_the_students_is_refused",
+    ),
+    Mutant(
+        "resume forgets the step",
+        "fade.py",
+        "        self.ledger.clear()\n        self.seek(step)\n",
+        "        self.ledger.clear()\n        self.seek(0)\n",
+        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
+    ),
+    Mutant(
+        "resume forgets the controller",
+        "state.py",
+        "            site.driver.load_state_dict(controller)\n",
+        "            pass\n",
+        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
+    ),
+    Mutant(
+        "any base model is accepted on resume",
+        "state.py",
+        "        if own != saved_hash:\n",
+        "        if False:\n",
+        "tests/laws/test_resume.py::test_the_state_on_another_base_is_refused",
+    ),
+    Mutant(
+        "alignment trains on its held-out samples",
+        "align.py",
+        "self.train.append((group, order[cut:]))",
+        "self.train.append((group, order[:cut]))",
+        "tests/test_align.py",
+    ),
+    Mutant(
+        "alignment keeps the last weights, not the best",
+        "align.py",
+        "                if error < best[0]:\n",
+        "                if True:\n",
+        "tests/laws/test_align.py::test_align_makes_the_error_smaller_and_keeps_the_best_weights",
+    ),
+    Mutant(
+        "the budget is not kept",
+        "capture.py",
+        "        if self.bytes + size > self.budget:\n",
+        "        if False:\n",
+        "tests/laws/test_align.py::test_the_memory_budget_ends_the_capture",
+    ),
+    Mutant(
+        "run counters stay",
+        "runs.py",
+        "            changes.set(owner, name, new)\n",
+        "            pass\n",
+        "tests/laws/test_finalize.py::test_runs_shorten_counters_and_indices_of_real_architectures",
+    ),
+    Mutant(
+        "frozen statistics move",
+        "fade.py",
+        "            if frozen.training:\n                frozen.eval()\n",
+        "            pass\n",
+        "tests/laws/test_install.py::test_frozen_statistics_do_not_move_while_the_students_train",
+    ),
+]
