@@ -187,7 +187,10 @@ def test_that_batches_of_other_lengths_and_a_forward_of_ones_own_work():
 def test_that_a_run_of_blocks_aligns():
     model = net(layers=4)
     fade = crossfade.install(
-        model, Plan(targets="blocks[1:3]", student=Copy(), gate=Deterministic("linear")), total_steps=5, probe=BATCHES[0]
+        model,
+        Plan(targets="blocks[1:3]", student=Copy(), gate=Deterministic("linear")),
+        total_steps=5,
+        probe=BATCHES[0],
     )
     row = fade.align(BATCHES, steps=80, patience=None).sites[0]
     assert row.error < row.error_before
@@ -229,8 +232,16 @@ def test_that_no_room_for_targets_changes_nothing_but_time():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(5, 5), ("5B", 5), ("2KB", 2000), ("2KiB", 2048), ("1.5MiB", 1572864), (" 1 GB ", 10**9), ("1gib", 2**30),
-     ("2TiB", 2**41)],
+    [
+        (5, 5),
+        ("5B", 5),
+        ("2KB", 2000),
+        ("2KiB", 2048),
+        ("1.5MiB", 1572864),
+        (" 1 GB ", 10**9),
+        ("1gib", 2**30),
+        ("2TiB", 2**41),
+    ],
 )
 def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
@@ -248,7 +259,8 @@ def test_that_the_capture_copies_and_cleans_up():
         taken, complete = capture(fade.model, fade.sites, fade.ledger, BATCHES, 10**9, None)
     assert complete
     assert {path: sum(len(g) for g in groups) for path, groups in taken.groups.items()} == {
-        "blocks.0.attn": 32, "blocks.1.attn": 32
+        "blocks.0.attn": 32,
+        "blocks.1.attn": 32,
     }
     assert not any(t.requires_grad for g in taken.groups["blocks.0.attn"] for c in g.chunks for t in c.args)
     assert not fade.sites[0].blend._forward_pre_hooks
@@ -259,8 +271,18 @@ def test_that_the_capture_copies_and_cleans_up():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"steps": 0}, {"lr": 0.0}, {"lr": math.nan}, {"batch_size": 0}, {"weight_decay": -1.0}, {"clip": 0.0},
-     {"holdout": 0.0}, {"holdout": 1.0}, {"check_every": 0}, {"patience": 0}],
+    [
+        {"steps": 0},
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"batch_size": 0},
+        {"weight_decay": -1.0},
+        {"clip": 0.0},
+        {"holdout": 0.0},
+        {"holdout": 1.0},
+        {"check_every": 0},
+        {"patience": 0},
+    ],
     ids=str,
 )
 def test_that_a_setting_out_of_range_is_a_plan_error(wrong):

@@ -308,7 +308,7 @@ class Wrong(nn.Module):
         (lambda x: (x, x), lambda x: (x,), "another structure"),
         (lambda x: (x, x), lambda x: [x, x], "another structure"),
         (lambda x: x, lambda x: (x,), "another structure"),
-        (lambda x: {"hidden_states": x}, lambda x: Record(x), "another structure"),
+        (lambda x: {"hidden_states": x}, Record, "another structure"),
         (lambda x: None, lambda x: x, "cannot tell"),
         (lambda x: {"a": x, "b": x}, lambda x: x, "output=KEY"),
     ],

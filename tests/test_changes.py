@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,27 @@ def everything(changes: Changes, model: nn.Module) -> None:
     changes.mode(model, False)
 
 
+def broken(model: nn.Module, error: type[BaseException]) -> dict[str, Any]:
+    """What the model was like when the exception came."""
+    changed: dict[str, Any] = {}
+
+    def work() -> None:
+        with Changes() as changes:
+            everything(changes, model)
+            changed.update(portrait(model))
+            raise error
+
+    with pytest.raises(error):
+        work()
+    return changed
+
+
 def test_that_an_exception_takes_everything_back():
     model = net()
     model.blocks[0].mlp.eval()
     before = portrait(model)
-    with pytest.raises(ZeroDivisionError), Changes() as changes:
-        everything(changes, model)
-        assert not equal(portrait(model), before)
-        raise ZeroDivisionError
+    changed = broken(model, ZeroDivisionError)
+    assert not equal(changed, before)
     assert equal(portrait(model), before)
 
 
@@ -58,9 +72,7 @@ def test_that_undo_can_be_called_and_called_again():
 def test_that_even_an_interrupt_takes_back():
     model = net()
     before = portrait(model)
-    with pytest.raises(KeyboardInterrupt), Changes() as changes:
-        everything(changes, model)
-        raise KeyboardInterrupt
+    broken(model, KeyboardInterrupt)
     assert equal(portrait(model), before)
 
 
@@ -118,5 +130,5 @@ def test_that_wrapped_and_sharded_models_are_refused():
     with pytest.raises(StateError, match="where: 1"):
         refuse_wrapped(nn.Sequential(nn.Linear(1, 1), FSDPLinear(1, 1)))
     for wrong in (None, "model", net):
-        with pytest.raises(StateError, match="an nn.Module"):
+        with pytest.raises(StateError, match=r"an nn\.Module"):
             refuse_wrapped(wrong)

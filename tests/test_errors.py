@@ -21,7 +21,9 @@ BUILTINS = {
 
 
 def test_that_the_family_is_complete_and_exported():
-    found = {name for name, thing in vars(errors).items() if inspect.isclass(thing) and thing.__module__ == errors.__name__}
+    found = {
+        name for name, thing in vars(errors).items() if inspect.isclass(thing) and thing.__module__ == errors.__name__
+    }
     assert found == set(errors.__all__) == {*BUILTINS, "CrossfadeError", "CrossfadeWarning"}
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade import Adaptive, Bernoulli, DeepFeatureGuidance, Deterministic, Plan, schedules, students
@@ -20,13 +21,15 @@ from tests.models import GATES, MLP, adamw, batch, difference, equal, gates, net
 IDS, LABELS = batch()
 
 
-def installed(gate=None, guidance=None, *, total: int | None = 10, model=None, kind="pre_norm", **more) -> crossfade.Fade:
+def installed(
+    gate=None, guidance=None, *, total: int | None = 10, model=None, kind="pre_norm", **more
+) -> crossfade.Fade:
     options = {k: more.pop(k) for k in ("probe", "release", "metrics_every", "snapshot") if k in more}
     return crossfade.install(model or net(kind), plan(gate, guidance, **more), total_steps=total, **options)
 
 
 def loss_of(fade: crossfade.Fade) -> torch.Tensor:
-    return F.cross_entropy(fade.model(IDS), LABELS)
+    return cross_entropy(fade.model(IDS), LABELS)
 
 
 # ---- the clock -------------------------------------------------------------------------------------------------------
@@ -55,7 +58,7 @@ def test_that_a_manual_step_equals_an_attached_one():
             fade.attach(optimizer)
         for k in range(4):
             ids, labels = batch(k)
-            (F.cross_entropy(fade.model(ids), labels) + fade.guidance()).backward()
+            (cross_entropy(fade.model(ids), labels) + fade.guidance()).backward()
             optimizer.step()
             optimizer.zero_grad()
             if not attached:
@@ -169,9 +172,7 @@ def test_that_guidance_is_read_once_and_weighted():
     fade = installed(guidance=DeepFeatureGuidance(2.0, reduction="mean"))
     fade.model(IDS)
     value = fade.guidance()
-    expected = sum(
-        2.0 * float((a - b).square().mean()) for a, b in captured_pairs(fade)
-    )
+    expected = sum(2.0 * float((a - b).square().mean()) for a, b in captured_pairs(fade))
     assert value.dtype == torch.float32
     assert value.dim() == 0
     assert value.requires_grad
@@ -394,13 +395,17 @@ def test_which_views_are_refused():
 def test_the_log():
     fade = installed(guidance=DeepFeatureGuidance(0.5), metrics_every=2)
     paths = [site.path for site in fade.sites]
-    first = {"step", "progress"} | {f"{n}{p}" for n in ("alpha", "weight", "lambda") for p in ("", *(f"/{x}" for x in paths))}
+    first = {"step", "progress"} | {
+        f"{n}{p}" for n in ("alpha", "weight", "lambda") for p in ("", *(f"/{x}" for x in paths))
+    }
     assert set(fade.log()) == first
     optimizer = adamw(fade)
     fade.attach(optimizer)
     train(fade.model, fade, optimizer, 0, 1)
     log = fade.log()
-    assert set(log) == first | {f"{n}{p}" for n in ("guidance", "cosine", "error") for p in ("", *(f"/{x}" for x in paths))}
+    assert set(log) == first | {
+        f"{n}{p}" for n in ("guidance", "cosine", "error") for p in ("", *(f"/{x}" for x in paths))
+    }
     assert all(type(v) is float for v in log.values())
     assert log["step"] == 1.0
     assert log["progress"] == 0.1
@@ -429,7 +434,7 @@ def test_that_an_adaptive_gate_falls_as_students_agree():
     for step in range(6):
         train(fade.model, fade, optimizer, step, step + 1)
         alphas.append([s.alpha for s in fade.sites])
-    assert all(b <= a for xs, ys in zip(alphas, alphas[1:], strict=False) for a, b in zip(xs, ys, strict=True))
+    assert all(b <= a for xs, ys in pairwise(alphas) for a, b in zip(xs, ys, strict=True))
     assert max(alphas[0]) < 0.1
 
 
@@ -460,9 +465,7 @@ def test_that_begin_keeps_students_and_starts_the_clock():
     assert all(p.requires_grad for p in fade.model.parameters())
 
 
-@pytest.mark.parametrize(
-    "other", [{"targets": "blocks.*.mlp"}, {"targets": "blocks.0.attn"}], ids=str
-)
+@pytest.mark.parametrize("other", [{"targets": "blocks.*.mlp"}, {"targets": "blocks.0.attn"}], ids=str)
 def test_that_a_stage_with_other_sites_is_refused(other):
     fade = installed(release="finalize")
     with pytest.raises(StateError, match="sites"):

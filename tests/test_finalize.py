@@ -147,9 +147,7 @@ class Restless(MLP):
 
 def test_that_a_failed_proof_puts_everything_back():
     model = net()
-    fade = crossfade.install(
-        model, plan(Deterministic(0.0), student=lambda teacher, site: Restless()), total_steps=1
-    )
+    fade = crossfade.install(model, plan(Deterministic(0.0), student=lambda teacher, site: Restless()), total_steps=1)
     fade.seek(1)
     before = portrait(model)
     with pytest.raises(CrossfadeError, match="largest difference") as caught:
@@ -275,8 +273,16 @@ def test_the_receipt():
     row = receipt.sites["blocks.1.attn"]
     parameters = sum(p.numel() for p in model.blocks[1].attn.parameters())
     assert row == {
-        "paths": ["blocks.1.attn"], "run": None, "swap": 0, "index": 1, "n": 2, "teacher": "Attention",
-        "student": "Attention", "parameters_before": parameters, "parameters_after": parameters, "adapter": None,
+        "paths": ["blocks.1.attn"],
+        "run": None,
+        "swap": 0,
+        "index": 1,
+        "n": 2,
+        "teacher": "Attention",
+        "student": "Attention",
+        "parameters_before": parameters,
+        "parameters_after": parameters,
+        "adapter": None,
     }
     assert json.loads(json.dumps(receipt.to_dict(), allow_nan=False))["sites"] == receipt.sites
 
@@ -319,11 +325,19 @@ def test_that_an_ended_fade_says_so():
     fade = over()
     fade.finalize()
     for call in (
-        fade.finalize, fade.revert, fade.guidance, fade.state_dict, fade.parameter_groups,
-        lambda: fade.seek(0), lambda: fade.align([IDS]), lambda: fade.calibrate([IDS]),
+        fade.finalize,
+        fade.revert,
+        fade.guidance,
+        fade.state_dict,
+        fade.parameter_groups,
+        lambda: fade.seek(0),
+        lambda: fade.align([IDS]),
+        lambda: fade.calibrate([IDS]),
         lambda: fade.attach(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
-        lambda: fade.load_state_dict({}), lambda: fade.begin(Plan(targets="a", student=students.Copy()), 3),
-        lambda: fade.view("student").__enter__(), fade.step,
+        lambda: fade.load_state_dict({}),
+        lambda: fade.begin(Plan(targets="a", student=students.Copy()), 3),
+        lambda: fade.view("student").__enter__(),
+        fade.step,
     ):
         with pytest.raises(StateError, match="ended"):
             call()

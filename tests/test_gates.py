@@ -233,8 +233,15 @@ def test_that_a_controller_resumes():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"low": 0.9, "high": 0.5}, {"low": 0.5, "high": 0.5}, {"high": 1.5}, {"low": -2.0}, {"smoothing": 1.0},
-     {"smoothing": -0.1}, {"low": math.nan}],
+    [
+        {"low": 0.9, "high": 0.5},
+        {"low": 0.5, "high": 0.5},
+        {"high": 1.5},
+        {"low": -2.0},
+        {"smoothing": 1.0},
+        {"smoothing": -0.1},
+        {"low": math.nan},
+    ],
 )
 def test_that_adaptive_refuses_nonsense(settings):
     with pytest.raises(PlanError):

@@ -134,7 +134,9 @@ def test_that_a_dead_teacher_has_a_tiny_power():
 # ---- lambda ----------------------------------------------------------------------------------------------------------
 
 
-def lam(guidance: DeepFeatureGuidance, step: int, *, site: str = "a", alpha: float = 0.5, total: int | None = 10) -> float:
+def lam(
+    guidance: DeepFeatureGuidance, step: int, *, site: str = "a", alpha: float = 0.5, total: int | None = 10
+) -> float:
     return lambda_at(guidance, site, 1, 3, alpha=alpha, step=step, total=total)
 
 
@@ -176,8 +178,22 @@ def test_that_guidance_is_over_when_the_run_is():
         lambda: DeepFeatureGuidance(schedule=schedules.staggered(schedules.linear(1.0, -1.0))),
         lambda: DeepFeatureGuidance(-1.0, site_weights={"weight": 1.0}),
     ],
-    ids=["negative", "nan", "inf", "text", "bool", "reduction", "schedule", "line below 0", "name", "site negative",
-         "site text", "late in steps", "resolver below 0", "negative behind a site called weight"],
+    ids=[
+        "negative",
+        "nan",
+        "inf",
+        "text",
+        "bool",
+        "reduction",
+        "schedule",
+        "line below 0",
+        "name",
+        "site negative",
+        "site text",
+        "late in steps",
+        "resolver below 0",
+        "negative behind a site called weight",
+    ],
 )
 def test_that_nonsense_is_a_plan_error(make):
     with pytest.raises(PlanError):

@@ -110,8 +110,16 @@ def test_that_the_rest_is_passed_on_as_it_is(kind):
         (lambda: Record(X), "sample"),
         (lambda: Frozen(Y, X), "extra"),
     ],
-    ids=["tuple", "tuple from the end", "list from the end", "namedtuple by name", "namedtuple", "dict", "dataclass",
-         "frozen"],
+    ids=[
+        "tuple",
+        "tuple from the end",
+        "list from the end",
+        "namedtuple by name",
+        "namedtuple",
+        "dict",
+        "dataclass",
+        "frozen",
+    ],
 )
 def test_that_a_declared_place_is_replaced(output, place):
     new = X + 1
@@ -140,8 +148,18 @@ def test_that_an_unclear_output_is_an_error_that_says_how_to_choose(output):
 
 @pytest.mark.parametrize(
     ("output", "place"),
-    [((X,), 1), ((X, None), 1), ({"a": X}, "b"), (X, "a"), (None, None), ("text", 0), (Record(X), "note"), (3, 0),
-     ({"a": X}, 0), ((X,), "a")],
+    [
+        ((X,), 1),
+        ((X, None), 1),
+        ({"a": X}, "b"),
+        (X, "a"),
+        (None, None),
+        ("text", 0),
+        (Record(X), "note"),
+        (3, 0),
+        ({"a": X}, 0),
+        ((X,), "a"),
+    ],
 )
 def test_that_a_place_without_tensor_is_an_error(output, place):
     with pytest.raises(OutputError, match="no tensor"):

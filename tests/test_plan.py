@@ -42,7 +42,7 @@ def test_that_sequences_become_tuples():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Plan(), "targets"),
+        (Plan, "targets"),
         (lambda: Plan(()), "targets"),
         (lambda: Plan(gate=Deterministic()), "targets"),
         (lambda: Plan(Swap(targets="a"), targets="b"), "either"),
@@ -98,8 +98,17 @@ def test_that_to_dict_is_json_and_short():
 
 @pytest.mark.parametrize(
     "change",
-    [{"targets": "b"}, {"student": "Copy"}, {"gate": Deterministic("linear")}, {"guidance": DeepFeatureGuidance()},
-     {"seed": 1}, {"trains": "all"}, {"drop": ["x"]}, {"residual": True}, {"teacher_gradient": False}],
+    [
+        {"targets": "b"},
+        {"student": "Copy"},
+        {"gate": Deterministic("linear")},
+        {"guidance": DeepFeatureGuidance()},
+        {"seed": 1},
+        {"trains": "all"},
+        {"drop": ["x"]},
+        {"residual": True},
+        {"teacher_gradient": False},
+    ],
     ids=str,
 )
 def test_that_the_fingerprint_tells_plans_apart(change):
@@ -110,8 +119,17 @@ def test_that_the_fingerprint_tells_plans_apart(change):
 
 @pytest.mark.parametrize(
     "change",
-    [{"targets": "b"}, {"gate": Deterministic("linear")}, {"guidance": DeepFeatureGuidance()}, {"seed": 1},
-     {"trains": "all"}, {"drop": ["x"]}, {"residual": True}, {"teacher_gradient": False}, {"output": 1}],
+    [
+        {"targets": "b"},
+        {"gate": Deterministic("linear")},
+        {"guidance": DeepFeatureGuidance()},
+        {"seed": 1},
+        {"trains": "all"},
+        {"drop": ["x"]},
+        {"residual": True},
+        {"teacher_gradient": False},
+        {"output": 1},
+    ],
     ids=str,
 )
 def test_that_the_fingerprint_of_an_unregistered_student_tells_plans_apart_too(change):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,7 +15,7 @@ from torch import nn
 
 import crossfade
 from crossfade import registry, schedules, students
-from crossfade.errors import CrossfadeError, PlanError
+from crossfade.errors import PlanError
 from crossfade.registry import KINDS, decode, encode, lookup, nearest, register, registered_name
 from crossfade.targets import Run, Targets
 
@@ -60,7 +61,7 @@ def test_that_an_unknown_kind_is_refused_when_it_is_asked_for_not_when_it_is_use
 def test_that_lookup_names_what_exists_and_what_was_meant():
     with pytest.raises(PlanError, match="did you mean 'aggr20'"):
         lookup("schedule", "agr20")
-    with pytest.raises(PlanError, match="crossfade.register"):
+    with pytest.raises(PlanError, match=r"crossfade\.register"):
         lookup("schedule", "zzzzzz")
     with pytest.raises(PlanError, match="nothing is registered"):
         lookup("no such kind", "x")
@@ -248,8 +249,15 @@ kinds = st.one_of(
     st.sampled_from(known_kinds), st.sampled_from(["target:regex", "", ":", "plan:", "student:nn.Linear"]), scalars
 )
 fields = sorted(
-    {f.name for known in registry._entries.values() for e in known.values() if isinstance(e, type)
-     and dataclasses.is_dataclass(e) for f in dataclasses.fields(e) if f.init} | {"pattern"}
+    {
+        f.name
+        for known in registry._entries.values()
+        for e in known.values()
+        if isinstance(e, type) and dataclasses.is_dataclass(e)
+        for f in dataclasses.fields(e)
+        if f.init
+    }
+    | {"pattern"}
 )
 garbage = st.recursive(
     scalars,
@@ -266,10 +274,8 @@ garbage = st.recursive(
 
 def is_refused_or_built(data: Any) -> None:
     """Loading never ends in anything but a value or crossfade's own error."""
-    try:
+    with contextlib.suppress(PlanError):
         decode(data)
-    except CrossfadeError as error:
-        assert isinstance(error, PlanError), f"{type(error).__name__} for {data!r}"
 
 
 @given(garbage)

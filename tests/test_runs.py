@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade import Deterministic, Plan, students
@@ -211,7 +211,7 @@ def test_that_revert_puts_a_run_back_exactly():
     optimizer = torch.optim.SGD(fade.parameter_groups(), lr=0.1)
     fade.attach(optimizer)
     for _ in range(4):
-        F.cross_entropy(model(IDS), LABELS).backward()
+        cross_entropy(model(IDS), LABELS).backward()
         optimizer.step()
     assert not difference(portrait(fade.revert()), before)
 
@@ -271,8 +271,15 @@ def test_that_a_run_which_is_none_is_refused_and_nothing_changes(targets):
 def tiny_bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return transformers.BertForSequenceClassification(config)
 
@@ -289,7 +296,7 @@ def test_a_run_in_bert(student, tmp_path):
     assert torch.equal(model.eval()(**x).logits, reference(**x).logits)
     model.train()
     for _ in range(2):
-        (F.cross_entropy(model(**x).logits, LABELS) + fade.guidance()).backward()
+        (cross_entropy(model(**x).logits, LABELS) + fade.guidance()).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -324,7 +331,7 @@ def test_a_run_in_timm_vit(tmp_path):
     fade.attach(optimizer)
     model.train()
     for _ in range(2):
-        F.cross_entropy(model(x), LABELS[:2]).backward()
+        cross_entropy(model(x), LABELS[:2]).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -346,8 +353,16 @@ def test_that_a_causal_language_model_still_generates_after_a_run(tmp_path):
 
     def tiny():
         config = transformers.LlamaConfig(
-            vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
         return transformers.LlamaForCausalLM(config)
 

@@ -39,7 +39,11 @@ values = st.floats(-1e3, 1e3)
 # ---- the shapes ------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 100).map(lambda k: k / 100), values), min_size=1, max_size=6, unique_by=lambda p: p[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 100).map(lambda k: k / 100), values), min_size=1, max_size=6, unique_by=lambda p: p[0]
+    )
+)
 def test_that_piecewise_is_exact_at_its_points_and_stays_between_neighbours(points):
     points.sort()
     schedule = Piecewise(tuple(points))
@@ -60,7 +64,15 @@ def test_that_a_jump_takes_its_new_value_at_its_t():
 
 def test_aggr20_of_the_paper():
     fade = aggr20()
-    assert [fade(t) for t in (0.0, 0.05, 0.1, 0.15, 0.2, 0.5, 1.0)] == [1.0, 0.65, 0.3, pytest.approx(0.15), 0.0, 0.0, 0.0]
+    assert [fade(t) for t in (0.0, 0.05, 0.1, 0.15, 0.2, 0.5, 1.0)] == [
+        1.0,
+        0.65,
+        0.3,
+        pytest.approx(0.15),
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("make", [linear, cosine])
@@ -188,14 +200,14 @@ def test_resolve_takes_schedules_names_numbers_and_resolvers():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: piecewise(),
+        piecewise,
         lambda: piecewise((0.0, math.nan)),
         lambda: piecewise((math.inf, 1.0)),
         lambda: piecewise((0.5, 1.0), (0.2, 0.0)),
         lambda: linear(begin=0.5, until=0.5),
         lambda: linear(until=1.5),
         lambda: cosine(begin=-0.1),
-        lambda: join(),
+        join,
         lambda: join((0.5, 1.0)),
         lambda: join((0.5, 1.0), (0.5, 0.0), (1.0, 0.0)),
         lambda: join((0.0, 1.0), (1.0, 0.0)),

@@ -81,8 +81,12 @@ def test_that_lambda_switches_guidance_on_and_off():
 @pytest.mark.parametrize("alpha", [schedules.linear(), schedules.in_steps("linear", 6)], ids=["progress", "steps"])
 @pytest.mark.parametrize(
     "guidance",
-    [None, DeepFeatureGuidance(), DeepFeatureGuidance(schedule="alpha"),
-     DeepFeatureGuidance(schedule=schedules.piecewise((0.0, 1.0), (0.5, 0.0)))],
+    [
+        None,
+        DeepFeatureGuidance(),
+        DeepFeatureGuidance(schedule="alpha"),
+        DeepFeatureGuidance(schedule=schedules.piecewise((0.0, 1.0), (0.5, 0.0))),
+    ],
     ids=["none", "kept", "alpha", "half"],
 )
 def test_that_over_means_never_needed_again(alpha, guidance):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
@@ -12,10 +13,10 @@ from torch import nn
 
 import crossfade
 from crossfade import Adaptive, DeepFeatureGuidance, Deterministic, Plan, students
-from crossfade.errors import CrossfadeError, PersistError, StateError
+from crossfade.errors import PersistError, StateError
 from crossfade.state import hash_of, observed, release
 from crossfade.students import Reinit
-from tests.models import Attention, MLP, adamw, batch, net, padding, train
+from tests.models import MLP, Attention, adamw, batch, net, padding, train
 
 IDS, LABELS = batch()
 
@@ -68,7 +69,9 @@ def test_that_the_hash_sees_through_strides_and_takes_every_dtype():
     turned.weight = nn.Parameter(module.weight.detach().T.contiguous().T)
     assert hash_of(module) == hash_of(turned)
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
-        hash_of(nn.Linear(2, 2).to(dtype) if dtype != torch.complex64 else nn.ParameterList([torch.zeros(2, dtype=dtype)]))
+        hash_of(
+            nn.Linear(2, 2).to(dtype) if dtype != torch.complex64 else nn.ParameterList([torch.zeros(2, dtype=dtype)])
+        )
     hash_of(nn.Identity())
     empty = nn.Module()
     empty.register_buffer("none", torch.zeros(0, 3))
@@ -189,7 +192,9 @@ def test_that_recalibration_renews_the_students_statistics_alone():
             return self.site(self.norm(x))
 
     model = Host().eval()
-    fade = crossfade.install(model, Plan(targets="site", student=students.Copy(), gate=Deterministic(0.0)), total_steps=1)
+    fade = crossfade.install(
+        model, Plan(targets="site", student=students.Copy(), gate=Deterministic(0.0)), total_steps=1
+    )
     fade.seek(1)
     x = torch.randn(64, 4) * 3 + 1
     before = model.norm.running_mean.clone()
@@ -290,11 +295,10 @@ def test_that_a_damaged_state_is_a_persist_error(path, garbage):
     target = started(plan(gate=Deterministic(Adaptive())))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with contextlib.suppress(PersistError):
             target.load_state_dict(damaged)
-        except CrossfadeError as error:
-            assert isinstance(error, PersistError), type(error).__name__
-            assert target.step_count == 0
+            return
+    assert target.step_count == 0
 
 
 @pytest.mark.parametrize("saved", [{}, None, 3, [], {"version": 1}, {"version": 1, "sites": 3, "step": 0}], ids=repr)
@@ -307,7 +311,9 @@ def test_that_the_learned_structure_travels():
     def bare(teacher, site):
         return MLP()  # Takes no mask and returns a bare tensor.
 
-    the_plan = plan(student=bare, drop=["mask"], gate=Deterministic(crossfade.schedules.linear(until=0.2)), guidance=None)
+    the_plan = plan(
+        student=bare, drop=["mask"], gate=Deterministic(crossfade.schedules.linear(until=0.2)), guidance=None
+    )
     fade = started(the_plan, steps=4)
     other = started(the_plan)
     other.model.load_state_dict(fade.model.state_dict())

@@ -28,7 +28,9 @@ def test_that_installing_changes_no_output(kind, probe):
     assert fade.model is model
     assert fade.plan == plan()
     assert crossfade.handle(model) is fade
-    assert [site.path for site in fade.sites] == (["blocks.0.attn"] if kind == "shared" else ["blocks.0.attn", "blocks.1.attn"])
+    assert [site.path for site in fade.sites] == (
+        ["blocks.0.attn"] if kind == "shared" else ["blocks.0.attn", "blocks.1.attn"]
+    )
 
 
 def test_the_rows_of_a_site():
@@ -45,7 +47,10 @@ def test_that_several_swaps_count_their_own_sites():
     both = Plan([Swap(targets="blocks.*.mlp", student="Copy"), *plan().swaps])
     fade = crossfade.install(net(), both, total_steps=4)
     assert [(s.path, s.index, s.n) for s in fade.sites] == [
-        ("blocks.0.mlp", 0, 2), ("blocks.1.mlp", 1, 2), ("blocks.0.attn", 0, 2), ("blocks.1.attn", 1, 2)
+        ("blocks.0.mlp", 0, 2),
+        ("blocks.1.mlp", 1, 2),
+        ("blocks.0.attn", 0, 2),
+        ("blocks.1.attn", 1, 2),
     ]
 
 
@@ -69,6 +74,10 @@ class Structure(Attention):
         return list(super().forward(x, mask))
 
 
+def always(module):
+    return lambda teacher, site: module
+
+
 FAILURES = {
     "no such target": (plan(targets="blocks.*.attention"), {}, SelectionError),
     "nested sites": (Plan([*plan().swaps, *plan(targets="blocks.0").swaps]), {}, SelectionError),
@@ -78,7 +87,9 @@ FAILURES = {
     "the teacher itself": (plan(student=lambda teacher, site: teacher), {}, StudentError),
     "one module for two sites": (plan(student=Attention()), {}, StudentError),
     "the same module from the factory for two sites": (
-        plan(student=(lambda one: lambda teacher, site: one)(Attention())), {}, StudentError
+        plan(student=always(Attention())),
+        {},
+        StudentError,
     ),
     "no rule": (plan(student=Reinit("model")), {}, StudentError),
     "the call does not fit": (plan(student=lambda teacher, site: MLP()), {"probe": IDS}, StudentError),
@@ -203,7 +214,10 @@ def test_that_modes_and_flags_are_as_documented(training):
 
 def test_that_residual_is_true_for_runs_unless_said():
     for targets, given, expected in (
-        ("blocks[0:2]", None, True), ("blocks.0", None, False), ("blocks.0", True, True), ("blocks[0:2]", False, False)
+        ("blocks[0:2]", None, True),
+        ("blocks.0", None, False),
+        ("blocks.0", True, True),
+        ("blocks[0:2]", False, False),
     ):
         the_plan = plan(targets=targets, student=students.Copy(), residual=given)
         fade = crossfade.install(net(), the_plan, total_steps=2)

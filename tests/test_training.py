@@ -62,7 +62,7 @@ def test_that_all_leaves_the_backbone_as_the_user_set_it():
 def test_that_a_pattern_which_hits_no_backbone_parameter_is_an_error_and_changes_nothing(pattern):
     model = net()
     before = portrait(model)
-    with pytest.raises(SelectionError, match="e.g. embed"):
+    with pytest.raises(SelectionError, match=r"e\.g\. embed"):
         installed(model, trains=[pattern])
     after = portrait(model)
     assert [k for k in before if k.endswith("tensor") and before[k][:3] != after[k][:3]] == []
@@ -132,7 +132,10 @@ def test_that_vectors_and_biases_do_not_decay():
     fade = installed(trains="all")
     by_name = names(fade)
     assert {g["name"]: g["weight_decay"] for g in fade.parameter_groups(weight_decay=0.2)} == {
-        "students/decay": 0.2, "backbone/decay": 0.2, "students/no_decay": 0.0, "backbone/no_decay": 0.0
+        "students/decay": 0.2,
+        "backbone/decay": 0.2,
+        "students/no_decay": 0.0,
+        "backbone/no_decay": 0.0,
     }
     params = dict(fade.model.named_parameters())
     for group, members in by_name.items():
@@ -166,13 +169,9 @@ def test_that_no_decay_takes_globs_and_the_models_own_list():
         fade.parameter_groups(no_decay=["nothing"])
 
 
-def test_that_a_string_for_no_decay_is_one_pattern_or_refused():
+def test_that_a_string_for_no_decay_is_one_pattern():
     fade = installed(trains="all")
-    try:
-        groups = names(fade, fade.parameter_groups(no_decay="head*"))
-    except crossfade.CrossfadeError as error:
-        assert "'h'" not in str(error)
-        return
+    groups = names(fade, fade.parameter_groups(no_decay="head*"))
     assert "head.weight" in groups["backbone/no_decay"]
     assert "blocks.0.mlp.up.weight" in groups["backbone/decay"]
 

@@ -152,7 +152,7 @@ class Fade:
             raise StateError("attach needs an optimizer.", expected="fade.attach(optimizer)")
         if self._optimizers:
             raise StateError("an optimizer is already attached.", do="pass all of them in one call")
-        inner = tuple(_open(optimizer) for optimizer in optimizers)
+        inner = tuple(training.opened(optimizer) for optimizer in optimizers)
         training.audit(self.model, self.sites, inner)
         self._optimizers = inner
         self._handles = [inner[0].register_step_pre_hook(self._before_step)]
@@ -593,16 +593,6 @@ class Fade:
     def __getstate__(self) -> dict[str, Any]:
         """Without optimizer hooks and graphs."""
         return self.__dict__ | {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}}
-
-
-def _open(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside wrappers such as Accelerate's."""
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    if not isinstance(optimizer, Optimizer):
-        raise StateError("this is not an optimizer.", expected="a torch.optim.Optimizer", got=type(optimizer).__name__)
-    return optimizer
 
 
 def handle(model: nn.Module) -> Fade:

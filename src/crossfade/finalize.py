@@ -125,8 +125,11 @@ def final_student(blend: Blend) -> nn.Module:
 
 
 def strip(changes: Changes, model: nn.Module, sites: Iterable[Site]) -> None:
-    """Put the students in the blends' places; shorten the containers of runs."""
-    for site in sites:
+    """Put the students in the blends' places; shorten the containers of runs.
+
+    Runs come last and from the back: shortening renumbers what follows in the container.
+    """
+    for site in sorted(sites, key=lambda site: -1 if site.run is None else 1 / (1 + site.run.start)):
         student = final_student(site.blend)
         for name in site.swap.carry:
             if not hasattr(student, name):

@@ -116,7 +116,8 @@ def load(
     receipt = _receipt(recipe)
     plan = Plan.from_dict(receipt.plan) if receipt.plan is not None else None
     with Changes() as changes:
-        for path in reversed(list(receipt.sites)):  # Runs further back first: shortening renumbers what follows.
+        # Runs last and from the back, as in finalize: shortening renumbers what follows in the container.
+        for path in sorted(receipt.sites, key=lambda p: _order(receipt.sites[p])):
             try:
                 _rebuild(changes, model, path, receipt.sites[path], plan, students)
             except (CrossfadeError, KeyError, TypeError) as error:
@@ -129,6 +130,10 @@ def load(
         _fill(model, tensors)
     remember(model, receipt)
     return model
+
+
+def _order(row: Mapping[str, Any]) -> float:
+    return -1.0 if row["run"] is None else 1.0 / (1 + row["run"][1])
 
 
 def _rebuild(

@@ -119,10 +119,10 @@ class Selection:
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> print(select(model, nn.Linear))
-        index  path  class   parameters   share
-            0  0     Linear          20   66.7%
-            1  2     Linear          10   33.3%
-        total  2 sites               30  100.0%
+        index  path     class   parameters   share
+            0  0        Linear          20   66.7%
+            1  2        Linear          10   33.3%
+        total  2 sites                  30  100.0%
     """
 
     model: nn.Module

@@ -14,7 +14,7 @@ from .errors import SelectionError, StateError
 from .plan import Trains
 from .site import Site
 
-__all__ = ["audit", "freeze", "parameter_groups", "summary"]
+__all__ = ["audit", "freeze", "opened", "parameter_groups", "summary"]
 
 
 def students_of(sites: Iterable[Site]) -> dict[int, str]:
@@ -117,6 +117,16 @@ def parameter_groups(
         if pattern not in used:
             raise SelectionError(f"no_decay: the pattern {pattern!r} matches no trainable parameter.")
     return list(groups.values())
+
+
+def opened(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside wrappers such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    if not isinstance(optimizer, Optimizer):
+        raise StateError("this is not an optimizer.", expected="a torch.optim.Optimizer", got=type(optimizer).__name__)
+    return optimizer
 
 
 def audit(model: nn.Module, sites: list[Site], optimizers: Iterable[Optimizer]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
 import crossfade
 from crossfade.students import Reinit
@@ -110,7 +110,7 @@ def train(model: nn.Module, fade: crossfade.Fade, optimizer: Any, steps: Sequenc
     """Some optimizer steps on the data of their numbers."""
     for step in steps:
         x, y = data(step)
-        (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+        (cross_entropy(model(x), y) + fade.guidance()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -169,7 +169,7 @@ def tokens(lengths: Sequence[int] = (5, 3), total: int = 5) -> dict[str, Tensor]
     """Token ids and their padding mask, as a tokenizer would give them."""
     dice = torch.Generator().manual_seed(7)
     ids = torch.randint(1, 32, (len(lengths), max(lengths)), generator=dice)  # The same tokens whatever the padding.
-    ids = F.pad(ids, (0, total - max(lengths)))
+    ids = pad(ids, (0, total - max(lengths)))
     mask = (torch.arange(total)[None, :] < torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
 

@@ -1,9 +1,9 @@
 """FC-03: the frozen teacher went back to train mode.
 
-The teacher was put in eval once; the next `model.train()` (each epoch after validation, or at each step in the Hugging
-Face Trainer) switched dropout and stochastic depth back on and let BatchNorm statistics drift, even under `no_grad`.
-crossfade promises a teacher in eval on every call, whatever is done to the modes above it or to the modules one by one,
-while the student follows the model.
+The teacher was put in eval once; the next `model.train()` (each epoch after validation, or at each step in the
+Hugging Face Trainer) switched dropout and stochastic depth back on and let BatchNorm statistics drift, even under
+`no_grad`. crossfade promises a teacher in eval on every call, whatever is done to the modes above it or to the
+modules one by one, while the student follows the model.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_a_copy_of_a_faded_model_keeps_its_teachers_in_eval() -> None:
 
 def test_a_model_without_noise_needs_no_mode_at_all() -> None:
     # The blend of equal modules is the module, in train as in eval: nothing of the teacher depends on the mode.
-    model = seeded(lambda: net())
+    model = seeded(net)
     plan = crossfade.Plan(targets="blocks.*.attn", student=crossfade.students.Copy(), gate=crossfade.Deterministic(0.5))
     crossfade.install(model, plan, total_steps=10)
     x, _ = data()

@@ -1,7 +1,7 @@
 """FC-05: the optimizer still held the old parameters.
 
-Built before the modules were replaced, it trained without error while the new weights never moved. crossfade audits the
-groups at once when an optimizer is attached: student parameters that are missing and teacher parameters that are
+Built before the modules were replaced, it trained without error while the new weights never moved. crossfade audits
+the groups at once when an optimizer is attached: student parameters that are missing and teacher parameters that are
 present are errors that name the parameter and say what to do.
 """
 

@@ -1,9 +1,9 @@
 """FC-07: the module returns something else than a tensor, and its replacement does not.
 
-A parent unpacked two values where the replacement gave one; a distiller took element 0 of a tuple as its target without
-a word. crossfade keeps the teacher's structure whatever the student gives, blends the declared main tensor and nothing
-else, passes the teacher's extras on while it speaks and the student's (or None) afterwards, and refuses a structure in
-which the main tensor is not clear.
+A parent unpacked two values where the replacement gave one; a distiller took element 0 of a tuple as its target
+without a word. crossfade keeps the teacher's structure whatever the student gives, blends the declared main tensor
+and nothing else, passes the teacher's extras on while it speaks and the student's (or None) afterwards, and refuses a
+structure in which the main tensor is not clear.
 """
 
 from __future__ import annotations
@@ -150,6 +150,29 @@ def test_guidance_and_alignment_compare_the_main_tensor(name: str, own: bool) ->
     torch.testing.assert_close(fade.guidance(), expected)
     report = fade.align([x], steps=40, lr=3e-2, check_every=20)
     assert report.sites[0].error < report.sites[0].error_before
+
+
+@pytest.mark.parametrize("how", ["alpha 0", "gate", "view", "eval", "guide, then student"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_bare_student_that_speaks_before_its_teacher_ever_did_keeps_the_structure(name: str, how: str) -> None:
+    # Without a probe nobody has seen the teacher's structure yet.
+    case, x = CASES[name], torch.randn(2, 4)
+    model = Holder(Packs(case.pack, 1.0))
+    alpha = 0.0 if how in ("alpha 0", "guide, then student") else 0.5
+    plan = crossfade.Plan(
+        targets="fc",
+        student=lambda teacher, site: Packs(bare, 2.0),
+        gate=crossfade.Bernoulli(0.0, "skip") if how == "gate" else crossfade.Deterministic(alpha),
+        guidance=crossfade.DeepFeatureGuidance() if how == "guide, then student" else None,
+        output=case.output,
+    )
+    fade = crossfade.install(model, plan, total_steps=4, release="finalize")
+    model.train(how != "eval")
+    with fade.view("student"):
+        out = model(x) if how in ("view", "eval") else None
+    out = model(x) if out is None else out
+    assert type(out) is type(case.pack(x, x))
+    torch.testing.assert_close(case.main(out), model.fc.student.fc(x))
 
 
 UNCLEAR = {

@@ -1,9 +1,10 @@
 """FC-08: keys moved when a wrapper was added, and a lenient load hid it.
 
-All tensors of a checkpoint were dropped because one prefix differed and the load was not strict; the model then ran with
-random weights. A checkpoint of the plain model loads into a faded one with nothing missing or unexpected: its tensors go
-to the teachers, the students stay. After finalize the keys outside the sites are those of the plain model. A load that
-brings nothing for a site, or only a part of it, is an error, even when `strict=False` was asked for in the first case.
+All tensors of a checkpoint were dropped because one prefix differed and the load was not strict; the model then ran
+with random weights. A checkpoint of the plain model loads into a faded one with nothing missing or unexpected: its
+tensors go to the teachers, the students stay. After finalize the keys outside the sites are those of the plain model.
+A load that brings nothing for a site, or only a part of it, is an error, even when `strict=False` was asked for in
+the first case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FC-11: `no_grad` around the teacher cut the gradient to earlier students.
 
-A frozen module in the middle of the net was run without gradient, so layers before it learned nothing through it; in one
-code base "joint" training turned out to be independent per layer. In crossfade a teacher on the main path is frozen, not
-cut; cutting (`teacher_gradient=False`) and local guidance (`detach_input=True`) are options with names.
+A frozen module in the middle of the net was run without gradient, so layers before it learned nothing through it; in
+one code base "joint" training turned out to be independent per layer. In crossfade a teacher on the main path is
+frozen, not cut; cutting (`teacher_gradient=False`) and local guidance (`detach_input=True`) are options with names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 
@@ -40,7 +40,7 @@ class Frozen(nn.Module):
 
 def gradients(model: Net) -> list[Tensor]:
     x, y = data()
-    F.cross_entropy(model(x), y).backward()
+    cross_entropy(model(x), y).backward()
     return [p.grad for p in model.blocks[0].attn.student.parameters()]
 
 
@@ -77,7 +77,7 @@ def test_no_teacher_parameter_ever_gets_a_gradient(guided: bool) -> None:
     for alpha in (1.0, 0.5, 0.0):
         model, fade = faded(gate=crossfade.Deterministic(alpha), guidance=guidance, trains="all")
         x, y = data()
-        (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+        (cross_entropy(model(x), y) + fade.guidance()).backward()
         for site in fade.sites:
             assert all(p.grad is None and not p.requires_grad for p in site.blend.teacher.parameters())
         assert all(p.grad is not None for p in model.stem.parameters())

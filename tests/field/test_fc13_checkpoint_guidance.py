@@ -1,9 +1,9 @@
 """FC-13: the alignment loss was lost, doubled or crashed under checkpointing.
 
-A side loss stored during forward was stored again in the recomputation; state that was empty in the first pass and set
-in the second changed the operations. crossfade records a call once, whichever pass it is in, with the gradient of the run
-without checkpointing. The old (reentrant) flavour runs its forward without gradients, so guidance cannot work there:
-an error says so, and names the flavour that works, instead of a gradient of zero.
+A side loss stored during forward was stored again in the recomputation; state that was empty in the first pass and
+set in the second changed the operations. crossfade records a call once, whichever pass it is in, with the gradient of
+the run without checkpointing. The old (reentrant) flavour runs its forward without gradients, so guidance cannot work
+there: an error says so, and names the flavour that works, instead of a gradient of zero.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import crossfade
@@ -51,7 +51,7 @@ def faded(gate: str, reduction: str = "relative", **more: Any) -> tuple[Net, cro
 def gradients(model: Net, fade: crossfade.Fade, reentrant: bool | None, masked: bool) -> tuple[Tensor, list[Tensor]]:
     x, y = data(3)
     mask = (torch.arange(5)[None, :] < torch.tensor([5, 3, 4, 2])[:, None]).long() if masked else None
-    task = F.cross_entropy(forward(model, x.requires_grad_(), mask, reentrant), y)
+    task = cross_entropy(forward(model, x.requires_grad_(), mask, reentrant), y)
     guidance = fade.guidance()
     (task + guidance).backward()
     return guidance.detach(), [p.grad for p in model.parameters() if p.requires_grad]
@@ -101,7 +101,7 @@ def test_the_old_flavour_works_when_guidance_is_off() -> None:
     fade.seek(100)  # Beyond the end guidance is over.
     assert fade.sites[0].lam == 0.0
     x, y = data()
-    F.cross_entropy(forward(model, x.requires_grad_(), None, True), y).backward()
+    cross_entropy(forward(model, x.requires_grad_(), None, True), y).backward()
     assert float(fade.guidance()) == 0.0
 
 
@@ -113,7 +113,7 @@ def test_several_steps_calibrate_and_learn_alike() -> None:
         fade.attach(optimizer)
         for step in range(4):
             x, y = data(step)
-            (F.cross_entropy(forward(model, x, None, reentrant), y) + fade.guidance()).backward()
+            (cross_entropy(forward(model, x, None, reentrant), y) + fade.guidance()).backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append({site.path: site.power.value for site in fade.sites})
@@ -129,7 +129,7 @@ def test_tearing_down_before_the_backward_does_not_change_the_gradient() -> None
     for disturbed in (False, True):
         model, fade = faded("blend")
         x, y = data()
-        loss = F.cross_entropy(forward(model, x.requires_grad_(), None, False), y) + fade.guidance()
+        loss = cross_entropy(forward(model, x.requires_grad_(), None, False), y) + fade.guidance()
         if disturbed:
             with fade.view("student"), torch.no_grad():
                 model.eval()

@@ -1,8 +1,9 @@
 """FC-17: the L2 term overflowed or drowned the task loss.
 
-Block outputs reach 1e5 in some pretrained models; squared in half precision they are infinite, and one alignment started
-at 1e13 and looked hopeless. crossfade computes guidance in float32 or wider, is relative to the teacher's power unless told
-otherwise (a student of zeros costs 1), and reports every site by itself, so that one loud site cannot hide the others.
+Block outputs reach 1e5 in some pretrained models; squared in half precision they are infinite, and one alignment
+started at 1e13 and looked hopeless. crossfade computes guidance in float32 or wider, is relative to the teacher's
+power unless told otherwise (a student of zeros costs 1), and reports every site by itself, so that one loud site
+cannot hide the others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_a_teacher_at_300_gives_the_value_of_float32(reduction: str, expected: f
     fade = faded(model, "fc", dtype, reduction=reduction)
     model(torch.zeros(2, 3, 8, dtype=dtype))
     loss = fade.guidance()
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) or loss.dtype == torch.float32
+    assert loss.dtype in {torch.float32, torch.float64}
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)
     loss.backward()
     assert bool(model.fc.student.value.grad.isfinite().all())

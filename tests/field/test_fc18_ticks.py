@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.errors import StateError
@@ -40,7 +40,7 @@ def faded(gate: Any = None, **more: Any) -> tuple[Net, crossfade.Fade, torch.opt
 
 def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
     x, y = data(step)
-    (F.cross_entropy(model(x), y) * scale).backward()
+    (cross_entropy(model(x), y) * scale).backward()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -98,7 +98,7 @@ def test_a_step_that_a_scaler_skips_does_not_tick() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(6):
         x, y = data(step)
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.scale(cross_entropy(model(x), y)).backward()
         if step in (1, 2):
             overflow(model, fade)
         scaler.step(optimizer)
@@ -125,7 +125,7 @@ def test_a_scaler_works_from_the_first_step_on(gate: str, guided: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(N):
         x, y = data(step)
-        scaler.scale(F.cross_entropy(model(x), y) + fade.guidance()).backward()
+        scaler.scale(cross_entropy(model(x), y) + fade.guidance()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_after_a_skipped_overflow_the_next_good_step_counts(gate: str, guided: b
         x, y = data(step)
         if step == 0:
             x = x * float("inf")
-        scaler.scale(F.cross_entropy(model(x), y) + fade.guidance()).backward()
+        scaler.scale(cross_entropy(model(x), y) + fade.guidance()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -167,7 +167,7 @@ def test_accelerates_optimizer_ticks_once_per_real_step() -> None:
         for step in range(12):
             with accelerator.accumulate(model):
                 x, y = data(step)
-                accelerator.backward(F.cross_entropy(model(x), y) + crossfade.handle(model).guidance())
+                accelerator.backward(cross_entropy(model(x), y) + crossfade.handle(model).guidance())
                 optimizer.step()
                 optimizer.zero_grad()
             assert fade.step_count == (step + 1) // 4
@@ -198,7 +198,7 @@ def test_a_step_with_a_closure_ticks_once() -> None:
     def closure() -> Any:
         optimizer.zero_grad()
         x, y = data()
-        loss = F.cross_entropy(model(x), y)
+        loss = cross_entropy(model(x), y)
         loss.backward()
         return loss
 
@@ -225,7 +225,7 @@ def test_two_replicas_with_half_a_batch_each_keep_the_pace_of_one_process() -> N
     for step in range(4):
         for rank, (model, _, _) in enumerate(replicas):
             x, y = data(step)
-            F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+            cross_entropy(model(x[rank::2]), y[rank::2]).backward()
         pairs = zip(*(m.parameters() for m, _, _ in replicas), strict=True)
         for pair in pairs:  # What DDP does between backward and step.
             if pair[0].grad is not None:

@@ -1,12 +1,13 @@
 """FC-19: after a resume the schedule was rescaled, or began again.
 
-The step was restored but the total was recomputed from the new configuration, so the curve jumped and ran backwards; or
-the schedule restarted because its state was not saved. In crossfade the saved length wins, with a warning; stretching to
-the new one needs `rescale=True`. Steps beyond the end stay at the end.
+The step was restored but the total was recomputed from the new configuration, so the curve jumped and ran backwards;
+or the schedule restarted because its state was not saved. In crossfade the saved length wins, with a warning;
+stretching to the new one needs `rescale=True`. Steps beyond the end stay at the end.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from typing import Any
@@ -54,7 +55,7 @@ def test_the_saved_length_wins_with_a_warning_and_the_curve_goes_on(name: str) -
         second.load_state_dict(saved)
     assert second.total_steps == 100
     assert curve[:40] + alphas(second, range(80)) == curve
-    assert all(a >= b for now, later in zip(curve, curve[1:], strict=False) for a, b in zip(now, later, strict=True))
+    assert all(a >= b for now, later in itertools.pairwise(curve) for a, b in zip(now, later, strict=True))
     assert curve[100:] == [(0.0, 0.0)] * 20
 
 
@@ -125,7 +126,7 @@ def test_an_adaptive_alpha_never_rises_across_a_resume() -> None:
     resumed.load_state_dict(json.loads(json.dumps(fade.state_dict())))
     after = run(twin, resumed, range(10, 20))
     assert resumed.sites[0].alpha <= after[0] <= before[-1] < 1.0
-    assert all(a >= b for a, b in zip(before + after, (before + after)[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(before + after))
 
 
 @pytest.mark.parametrize("gate", [crossfade.Bernoulli("linear"), crossfade.Gumbel("linear")])

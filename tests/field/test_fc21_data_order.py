@@ -1,8 +1,8 @@
 """FC-21: random numbers drawn for the method changed the data order.
 
 Building a model, or sampling inside it, advanced the global generator; two runs that should differ in the method only
-also saw other data. crossfade builds students, draws gates, aligns, calibrates, probes and finalizes without moving any
-global random state, so a shuffled loader gives every method the same batches.
+also saw other data. crossfade builds students, draws gates, aligns, calibrates, probes and finalizes without moving
+any global random state, so a shuffled loader gives every method the same batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import crossfade
@@ -55,8 +55,8 @@ def batches(method: str) -> list[list[int]]:
     for _ in range(3):
         for ids, x, y in loader():
             order.append(ids.tolist())
-            loss = F.cross_entropy(model(x), y)
-            loss = loss + (fade.guidance() if fade else F.mse_loss(model(x), base(x).detach()))
+            loss = cross_entropy(model(x), y)
+            loss = loss + (fade.guidance() if fade else mse_loss(model(x), base(x).detach()))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -149,7 +149,7 @@ def test_resume_equals_the_unbroken_run_to_the_bit(method: str) -> None:
     def run(model: Net, fade: crossfade.Fade, optimizer: Any, steps: range) -> None:
         for step in steps:
             x, y = data(step)
-            (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+            (cross_entropy(model(x), y) + fade.guidance()).backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,9 +1,9 @@
 """FC-27: torch's encoder layer has a fused fast path that reads the weights and never calls the new module.
 
 In eval without gradients `nn.TransformerEncoderLayer` calls one kernel on its children's weights; hooks and the
-children's `forward` are skipped. With a wrapper that forwards attributes, evaluation silently used the old weights. In
-crossfade the blend keeps the fast path off wherever it stands inside such a layer, for single layers and stacks, with
-padding (nested tensors) and without; and after finalize torch may use it again, on the students.
+children's `forward` are skipped. With a wrapper that forwards attributes, evaluation silently used the old weights.
+In crossfade the blend keeps the fast path off wherever it stands inside such a layer, for single layers and stacks,
+with padding (nested tensors) and without; and after finalize torch may use it again, on the students.
 """
 
 from __future__ import annotations

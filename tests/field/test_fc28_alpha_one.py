@@ -1,8 +1,8 @@
 """FC-28: at alpha 1 the student only decayed.
 
-A parameter with a zero (not absent) gradient still gets weight decay and momentum updates, so a student that had no part
-in the step shrank towards zero. In crossfade a student without a learning signal does not move, to the bit; with guidance
-it learns at alpha 1, and a student that a random gate left out of one step rests in that step.
+A parameter with a zero (not absent) gradient still gets weight decay and momentum updates, so a student that had no
+part in the step shrank towards zero. In crossfade a student without a learning signal does not move, to the bit; with
+guidance it learns at alpha 1, and a student that a random gate left out of one step rests in that step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 
@@ -35,17 +35,19 @@ def students(fade: crossfade.Fade) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("trains", ["students", ("head",), "all"])
+@pytest.mark.parametrize("trains", ["students", "all"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("gate", [crossfade.Deterministic, crossfade.Bernoulli, crossfade.Gumbel])
-def test_twenty_steps_at_alpha_1_leave_the_students_to_the_bit(gate: Any, kind: str, trains: Any, to_none: bool) -> None:
+def test_twenty_steps_at_alpha_1_leave_the_students_to_the_bit(
+    gate: Any, kind: str, trains: Any, to_none: bool
+) -> None:
     model, fade = faded(gate(1.0), trains=trains)
     optimizer = OPTIMIZERS[kind](fade.parameter_groups(weight_decay=0.1))
     fade.attach(optimizer)
     before = students(fade)
     for step in range(20):
         x, y = data(step)
-        F.cross_entropy(model(x), y).backward()
+        cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
     assert fade.step_count == 20
@@ -102,7 +104,7 @@ def test_a_model_without_anything_else_to_train_still_runs_backward_at_alpha_1()
     model, fade = faded(crossfade.Deterministic(1.0))
     optimizer = adamw(fade)
     x, y = data()
-    loss = F.cross_entropy(model(x), y)
+    loss = cross_entropy(model(x), y)
     assert loss.requires_grad
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

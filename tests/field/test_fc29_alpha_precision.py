@@ -1,8 +1,9 @@
 """FC-29: a model cast rounded alpha; and what averages a model averaged alpha too.
 
-Float32 buffers were cast with the model and lost digits: bfloat16 kept 507 of 1001 values, and accumulating 0.001 stopped
-at 0.5. In crossfade alpha is a float32 value outside parameters and buffers, set from the formula at every step: casts,
-checkpoints, DDP and averaged copies cannot touch it, and an averaged copy follows by `handle(copy).follow(fade)`.
+Float32 buffers were cast with the model and lost digits: bfloat16 kept 507 of 1001 values, and accumulating 0.001
+stopped at 0.5. In crossfade alpha is a float32 value outside parameters and buffers, set from the formula at every
+step: casts, checkpoints, DDP and averaged copies cannot touch it, and an averaged copy follows by
+`handle(copy).follow(fade)`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ AVERAGES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 }
 
 
-def trained(name: str, release: Any, follow_first: bool, steps: int = 6) -> tuple[Net, nn.Module, dict[str, torch.Tensor]]:
+def trained(
+    name: str, release: Any, follow_first: bool, steps: int = 6
+) -> tuple[Net, nn.Module, dict[str, torch.Tensor]]:
     """A fade over `steps` with an average of decay 1/2 beside it, and the average computed by hand."""
     make, update = AVERAGES[name]
     model = net()

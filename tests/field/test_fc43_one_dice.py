@@ -1,8 +1,8 @@
 """FC-43: one dice for all layers.
 
 A port of progressive replacement drew one gate per batch for all layers, so the net was all old or all new, where the
-method mixes. crossfade draws per site by default; drawing once for all is an option with a name (`granularity`), which
-the plan, and so every receipt, tells.
+method mixes. crossfade draws per site by default; drawing once for all is an option with a name (`granularity`),
+which the plan, and so every receipt, tells.
 """
 
 from __future__ import annotations

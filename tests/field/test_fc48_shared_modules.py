@@ -1,8 +1,8 @@
 """FC-48: one module stood at several places, or was called several times in one forward.
 
 Walking names shows a shared module once, so only one place was replaced; or it was replaced twice. crossfade puts the
-same blend at every place, counts guidance as the mean over its calls, draws its gate once per step, aligns on the inputs
-of all calls, and finalize, revert, save and load keep the sharing.
+same blend at every place, counts guidance as the mean over its calls, draws its gate once per step, aligns on the
+inputs of all calls, and finalize, revert, save and load keep the sharing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.students import Reinit
@@ -139,7 +139,7 @@ def test_metrics_and_parameters_are_counted_once(name: str) -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1)
     fade.attach(optimizer)
     x, y = data()
-    (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+    (cross_entropy(model(x), y) + fade.guidance()).backward()
     optimizer.step()
     path = CASES[name][2][0]
     log = fade.log()
@@ -162,7 +162,7 @@ def test_revert_restores_the_sharing(name: str) -> None:
 @cases
 def test_finalize_save_and_load_keep_the_sharing(name: str, tmp_path: Path) -> None:
     make, _, places, _ = CASES[name]
-    model, fade = faded(name)
+    _, fade = faded(name)
     fade.seek(4)
     x = data()[0]
     final = fade.finalize(probe=x, force=True)

@@ -1,9 +1,9 @@
 """FC-51: removing the wrapper left traces.
 
-Stale marks made a second use warn, double-wrapped parts stayed, outputs changed after merging, hooks were removed late or
-never. In crossfade install and revert without training are the identity, bit for bit, with the user's own hooks alive
-throughout; finalize at alpha 0 changes no output; finalize before that is an error unless forced, and then the receipt
-tells the gap; and after either end a new install works.
+Stale marks made a second use warn, double-wrapped parts stayed, outputs changed after merging, hooks were removed
+late or never. In crossfade install and revert without training are the identity, bit for bit, with the user's own
+hooks alive throughout; finalize at alpha 0 changes no output; finalize before that is an error unless forced, and
+then the receipt tells the gap; and after either end a new install works.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_a_forced_finalize_reports_the_gap(gate: str) -> None:
     plain = fade.finalize(probe=x, force=True)
     assert fade.receipt.forced
     assert fade.receipt.step == 1
-    assert fade.receipt.gap == pytest.approx(float((before - plain(x)).abs().max()), rel=1e-6)
+    assert fade.receipt.gap == pytest.approx(float((before - plain(x).detach()).abs().max()), rel=1e-6)
     assert fade.receipt.gap > 0.0
 
 

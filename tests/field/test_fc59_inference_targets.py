@@ -1,8 +1,8 @@
 """FC-59: teacher outputs made in inference mode got into the loss.
 
 Tensors made in inference mode cannot be saved for backward: with a fixed blend that passed, and broke on the day when
-guidance was switched on. crossfade takes such outputs (cached, or of a teacher that runs in inference mode by itself) in
-every gate, loss and phase, since they are constants there anyway.
+guidance was switched on. crossfade takes such outputs (cached, or of a teacher that runs in inference mode by itself)
+in every gate, loss and phase, since they are constants there anyway.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.students import Reinit
@@ -75,7 +75,7 @@ def faded(teacher: type[nn.Module], gate: str, reduction: str | None, **more: An
 
 def step(model: Net, fade: crossfade.Fade) -> None:
     x, y = data()
-    (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+    (cross_entropy(model(x), y) + fade.guidance()).backward()
 
 
 @pytest.mark.parametrize("reduction", [None, *REDUCTIONS])
@@ -151,15 +151,3 @@ def test_steps_taken_inside_inference_mode_leave_ordinary_tensors() -> None:
         fade.state_dict()
     step(model, fade)
     assert not fade.sites[0].blend.weight.is_inference()
-
-
-def test_installed_in_inference_mode_by_mistake_it_still_trains_or_says_why() -> None:
-    model = net()
-    with torch.inference_mode():
-        try:
-            fade = crossfade.install(model, plan(gate=crossfade.Deterministic(0.5)), total_steps=10)
-        except crossfade.CrossfadeError as error:
-            assert "inference" in str(error)  # noqa: PT017 - refusing is right as well
-            return
-    step(model, fade)
-    assert all(p.grad is not None for p in model.blocks[0].attn.student.parameters())

@@ -1,8 +1,8 @@
 """FC-71: Gumbel gates gave NaN.
 
-Sampling took the log of 0, first on GPUs and in half precision. crossfade draws in double precision from numbers strictly
-inside (0, 1), outside the model and whatever its dtype: every weight is finite and inside [0, 1], hard gates are exactly 0
-or 1, and evaluation uses no noise.
+Sampling took the log of 0, first on GPUs and in half precision. crossfade draws in double precision from numbers
+strictly inside (0, 1), outside the model and whatever its dtype: every weight is finite and inside [0, 1], hard gates
+are exactly 0 or 1, and evaluation uses no noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.gates import uniform
@@ -43,7 +43,7 @@ def test_extreme_values_stay_finite_and_inside(temperature: float) -> None:
 def test_many_draws_are_finite(temperature: float) -> None:
     dice = random.Random(0)
     gate = crossfade.Gumbel(0.3, temperature=temperature)
-    weights = torch.tensor([gate.weight(0.3, dice.random() or SMALL) for _ in range(500_000)], dtype=torch.float64)
+    weights = torch.tensor([gate.weight(0.3, dice.random() or SMALL) for _ in range(300_000)], dtype=torch.float64)
     assert bool(weights.isfinite().all())
     assert float(weights.min()) >= 0.0
     assert float(weights.max()) <= 1.0
@@ -52,7 +52,7 @@ def test_many_draws_are_finite(temperature: float) -> None:
 
 def test_no_draw_is_ever_0_or_1() -> None:
     drawn = [uniform(seed, "site", step) for seed in range(20) for step in range(1000)]
-    assert 0.0 < min(drawn)
+    assert min(drawn) > 0.0
     assert max(drawn) < 1.0
     assert sum(drawn) / len(drawn) == pytest.approx(0.5, abs=0.01)
 
@@ -69,7 +69,7 @@ def test_a_whole_run_in_any_dtype_has_finite_weights_and_gradients(gate: Any, dt
             assert 0.0 <= float(site.blend.weight) <= 1.0
         if step % 6 == 0:
             x, y = data(step)
-            loss = F.cross_entropy(model(x.to(dtype)).float(), y)
+            loss = cross_entropy(model(x.to(dtype)).float(), y)
             loss.backward()
             assert bool(loss.isfinite())
             assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
@@ -85,7 +85,7 @@ def test_hard_gates_are_exactly_0_or_1_and_have_finite_gradients(execution: Any)
         fade.seek(step)
         seen |= {float(site.blend.weight) for site in fade.sites}
         x, y = data(step)
-        F.cross_entropy(model(x), y).backward()
+        cross_entropy(model(x), y).backward()
     assert seen == {0.0, 1.0}
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
@@ -133,6 +133,6 @@ def test_a_relaxed_gate_keeps_a_nan_of_the_other_branch_visible_and_named() -> N
     with torch.no_grad():
         model.blocks[0].attn.student.o.bias.fill_(float("nan"))
     x, y = data()
-    (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+    (cross_entropy(model(x), y) + fade.guidance()).backward()
     with pytest.raises(crossfade.CrossfadeError, match=r"(?s)not finite.*where: blocks\.0\.attn"):
         optimizer.step()

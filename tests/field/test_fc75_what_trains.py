@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade.errors import SelectionError, StateError
@@ -35,7 +35,7 @@ def table(fade: crossfade.Fade) -> dict[str, tuple[int, int, int]]:
 
 
 def test_by_default_the_students_train_and_nothing_else() -> None:
-    model, fade = faded()
+    model, _ = faded()
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trainable == {n for n, _ in model.named_parameters() if ".student." in n}
     assert crossfade.Plan(targets="head").trains == "students"
@@ -74,7 +74,7 @@ def test_the_table_tells_what_trains(name: str) -> None:
 
 def test_the_table_follows_the_phases_and_the_release_of_teachers() -> None:
     model = net()
-    fade = crossfade.install(model, plan(), total_steps=4)
+    fade = crossfade.install(model, plan(), total_steps=4, probe=data()[0])
     assert table(fade)["teachers"] == (8, 2 * ATTN, 0)
     for step, phase in ((0, "align"), (2, "blend"), (4, "student")):
         fade.seek(step)
@@ -113,7 +113,9 @@ def test_a_pattern_of_what_trains_that_matches_nothing_is_an_error_and_changes_n
     # The last one is a site: its student trains anyway, its teacher never does.
     model = net()
     before = [(n, p.requires_grad) for n, p in model.named_parameters()]
-    with pytest.raises(SelectionError, match=rf"(?s)trains: the pattern {re.escape(repr(pattern))} matches no parameter"):
+    with pytest.raises(
+        SelectionError, match=rf"(?s)trains: the pattern {re.escape(repr(pattern))} matches no parameter"
+    ):
         crossfade.install(model, plan(trains=(pattern,)), total_steps=4)
     assert [(n, p.requires_grad) for n, p in model.named_parameters()] == before
 
@@ -159,7 +161,7 @@ def test_stages_align_fade_and_fine_tune_and_each_says_what_trains() -> None:
         fade.attach(optimizer)
         for step in range(fade.total_steps):
             x, y = data(step)
-            (F.cross_entropy(model(x), y) + fade.guidance()).backward()
+            (cross_entropy(model(x), y) + fade.guidance()).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert seen == [("align", 0, 2 * ATTN), ("align", 4, 2 * ATTN), ("student", 8, 2 * ATTN)]

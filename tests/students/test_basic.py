@@ -233,7 +233,11 @@ def test_that_a_model_without_rule_says_what_else_there_is():
 def bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
         max_position_embeddings=16,
     )
     return transformers.BertModel(config)
