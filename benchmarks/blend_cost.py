@@ -410,7 +410,9 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         storage = x.untyped_storage()
         if storage.data_ptr() not in owned:
             kept[storage.data_ptr()] = storage.nbytes()
-        return x  # Held by the graph until `loss` goes, so no address is used twice.
+        # Held until `loss` goes, so no address is used twice. Detached, since an operator's own output would hold the
+        # operator that holds it, and the graph would never be freed.
+        return x.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = forward()

@@ -47,7 +47,7 @@ def test_that_absent_parts_leave_no_line_but_falsy_ones_do():
 
 def test_that_the_parts_are_keywords():
     with pytest.raises(TypeError):
-        CrossfadeError("It broke.", "expected")  # type: ignore[call-arg]
+        CrossfadeError("It broke.", "expected")
 
 
 def test_that_the_warning_can_be_filtered_as_a_user_warning():

@@ -206,7 +206,7 @@ def test_examples_of_runs(text: str, parts: tuple[str, int | None, int | None] |
 @pytest.mark.parametrize("values", [(0, 0, 2), ("a", "0", 2), ("a", 0, None), ("a", 0.0, 2), ("a", False, True)])
 def test_a_run_needs_a_path_and_integers(values: tuple[object, object, object]) -> None:
     with pytest.raises(SelectionError, match=r'path and two integers(?s:.*)Run\("encoder.layer", 0, 2\)'):
-        Run(*values)  # type: ignore[arg-type]
+        Run(*values)
 
 
 def test_a_truth_value_is_no_whole_number() -> None:

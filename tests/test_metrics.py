@@ -178,7 +178,7 @@ def test_that_the_curvature_bound_is_met_by_a_quadratic(p, curvature):
 
 
 def _interacting(w: object) -> Tensor:
-    a, b, c = w  # type: ignore[misc]
+    a, b, c = w
     return torch.tensor([a + 2 * b * c, b - a * c, 3.0 * a * b])
 
 

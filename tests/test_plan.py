@@ -72,9 +72,9 @@ def test_that_a_wrong_plan_is_a_plan_error(make, match):
 def test_that_a_plan_cannot_be_changed():
     plan = Plan(targets="a")
     with pytest.raises(AttributeError):
-        plan.seed = 3  # type: ignore[misc]
+        plan.seed = 3
     with pytest.raises(AttributeError):
-        plan.swaps[0].drop = ()  # type: ignore[misc]
+        plan.swaps[0].drop = ()
 
 
 def test_that_an_unregistered_part_says_where_it_is():

@@ -238,7 +238,7 @@ def test_that_schedules_are_values():
     assert InSteps(linear(), 3) == in_steps("linear", 3)
     assert isinstance(staggered(), Staggered)
     with pytest.raises(AttributeError):
-        linear().points = ()  # type: ignore[misc]
+        linear().points = ()
 
 
 def test_that_the_module_imports_no_torch():

@@ -177,7 +177,7 @@ def test_the_root_is_refused_by_its_class_too_and_a_leaf_has_nothing() -> None:
     with pytest.raises(SelectionError, match="the model itself cannot be a site"):
         select(linear(), nn.Linear)
     with pytest.raises(SelectionError, match=r"select needs a model(?s:.*)got: str"):
-        select("model", "*")  # type: ignore[arg-type]
+        select("model", "*")
 
 
 def test_a_run_of_named_items_is_refused() -> None:
@@ -581,4 +581,4 @@ def test_a_selection_is_a_value() -> None:
     assert found == Selection(model, found.matches)
     assert found != found[:1]
     with pytest.raises(AttributeError):
-        found.matches = ()  # type: ignore[misc]
+        found.matches = ()

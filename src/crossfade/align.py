@@ -73,7 +73,12 @@ class Settings:
         }
         for name, ok in rules.items():
             if not ok:
-                raise PlanError("a setting of align is out of range.", where=name, got=getattr(self, name))
+                raise PlanError(
+                    "a setting of align is out of range.",
+                    where=name,
+                    expected="a positive number (holdout below 1, patience None or >= 1)",
+                    got=getattr(self, name),
+                )
 
 
 def settings_of(**given: Any) -> Settings:
@@ -195,7 +200,10 @@ class _SiteTrainer:
             self.train.append((group, order[cut:]))
         if not self.held:
             raise PlanError(
-                "too few samples to hold some out.", where=self.site.path, got=[len(g) for g in self.groups]
+                "too few samples to hold some out.",
+                where=self.site.path,
+                expected="at least two samples of one shape",
+                got=[len(g) for g in self.groups],
             )
 
     def _teacher(self, group: Group, index: Tensor) -> Tensor:
@@ -371,6 +379,7 @@ class _SiteTrainer:
                     "alignment met a value that is not finite.",
                     where=self.site.path,
                     got=f"loss {float(value.detach())} at step {step}",
+                    do="a lower lr; a look at what the site is called with",
                 )
             optimizer.step()
             optimizer.zero_grad()
@@ -400,7 +409,9 @@ def _rate(step: int, steps: int) -> float:
 def _optimizer(student: nn.Module, settings: Settings) -> torch.optim.AdamW:
     trained = [p for p in student.parameters() if p.requires_grad]
     if not trained:
-        raise StateError("the student has no trainable parameter.", got=type(student).__name__)
+        raise StateError(
+            "the student has no trainable parameter.", got=type(student).__name__, do="leave this site out"
+        )
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [
         {"params": params, "weight_decay": decay}

@@ -119,6 +119,9 @@ class Blend(nn.Module):
         self.structure: Any = None
         self.bare_student = False
         self.cast: torch.dtype | None = None
+        self.carried: dict[str, Any] = {}
+        self.attached = False
+        self.last = True
         self.writes_input: bool | None = None
         self.training = teacher.training
         teacher.eval()
@@ -174,12 +177,13 @@ class Blend(nn.Module):
         off_path = route is Route.TEACHER
         detached = guided and self.detach_input
         if detached and off_path:
-            s_args, s_kwargs = outputs.detach(s_args), outputs.detach(s_kwargs)
+            s_args, s_kwargs = outputs.detach((s_args, s_kwargs))
         with self._watching() if off_path and not guided else contextlib.nullcontext():
             s_out = self.call_student(s_args, s_kwargs)
         s_guided = s_out
         if detached and not off_path:
-            s_guided = self.student(*outputs.detach(s_args), **outputs.detach(s_kwargs))
+            d_args, d_kwargs = outputs.detach((s_args, s_kwargs))
+            s_guided = self.student(*d_args, **d_kwargs)
         check()
         self._learn(t_out, s_out)
         t, s = self.main_of(t_out), self.main_of(s_out)
@@ -320,7 +324,7 @@ class Blend(nn.Module):
         """
         outputs.refuse_caches((args, kwargs), self.path)
         own = (args, kwargs)
-        spare = outputs.map_tensors(own, torch.clone if self.writes_input is not False else lambda x: x)
+        spare = outputs.map_tensors(own, outputs.once(torch.clone) if self.writes_input is not False else lambda x: x)
         if torch.compiler.is_compiling():  # Version counters are not traced; copies stay until an eager call has shown.
             return (own, spare, lambda: None) if teacher_leads else (spare, own, lambda: None)
         held = [x for x in (*outputs.tensors(own), *outputs.tensors(spare)) if not x.is_inference()]
@@ -335,8 +339,9 @@ class Blend(nn.Module):
                     expected="what the first call showed: no in-place change of the input",
                     do="make the module's first operation out of place, or clone the input in its forward",
                 )
-            if held:
-                self.writes_input = wrote or self.writes_input
+            # Only a call in training shows that nothing is written: an in-place dropout does nothing in eval.
+            if held and (wrote or self.training):
+                self.writes_input = wrote or bool(self.writes_input)
 
         return (own, spare, check) if teacher_leads else (spare, own, check)
 
@@ -346,6 +351,8 @@ class Blend(nn.Module):
         Raises:
             StateError: It was released.
         """
+        if self.teacher is not None and self.teacher.training:
+            self.teacher.eval()  # A loop over all modules may have set it, past `train()` of this wrapper.
         if self.teacher is None:
             raise StateError(
                 "the teacher of this site is gone: its part of the run is over and its memory was released.",
@@ -364,10 +371,15 @@ class Blend(nn.Module):
             return out
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         y = self.main_of(out)
-        if y.requires_grad and not distributed:
+        # One connection is enough for a graph; more would run a backward through the backbone for nothing.
+        if not distributed and (y.requires_grad or not self.last):
             return out
         trained = [p for p in self.student.parameters() if p.requires_grad]
-        return outputs.set_main(out, self._place(), _Connect.apply(y, distributed, *trained)) if trained else out
+        return (
+            outputs.set_main(out, self._place(), _Connect.apply(y, distributed or self.attached, *trained))
+            if trained
+            else out
+        )
 
     # ---- what the rest of the model and of PyTorch sees ----------------------------------------------------------
 
@@ -394,6 +406,9 @@ class Blend(nn.Module):
             modules = self.__dict__.get("_modules", {})
             teacher = modules.get("teacher")
             source = teacher if teacher is not None else modules.get("student")
+            carried = self.__dict__.get("carried", {})
+            if teacher is None and name in carried and not hasattr(source, name):
+                return carried[name]
             if source is None or (name.startswith("_") and name != "_qkv_same_embed_dim") or not hasattr(source, name):
                 raise
         value = getattr(source, name)
@@ -427,7 +442,10 @@ class Blend(nn.Module):
     ) -> None:
         """Accept a checkpoint taken in mid-fade (student keys) or of the plain model (its keys go to the teacher)."""
         given = [key for key in state_dict if key.startswith(prefix)]
-        plain = {prefix + key for key in self.teacher.state_dict()} if self.teacher is not None else set()
+        # A run's first module stands where the run's blend does; the others' keys go to the fillers behind it.
+        inner = "0." if getattr(self.teacher, "is_chain", False) else ""
+        teacher_keys = {} if self.teacher is None else self.teacher.state_dict()
+        plain = {prefix + key.removeprefix(inner) for key in teacher_keys if key.startswith(inner)}
         students = {f"{prefix}student.{key}" for key in self.student.state_dict()}
         if (plain or students) and not (plain | students).intersection(given):
             error_msgs.append(
@@ -436,10 +454,12 @@ class Blend(nn.Module):
             )
         if self.teacher is not None:
             from_plain = bool(plain.intersection(given)) and not students.intersection(given)
-            for key, value in self.teacher.state_dict().items():
-                own = prefix + key
-                given_value = state_dict.pop(own) if from_plain and own in state_dict else value
-                state_dict.setdefault(f"{prefix}teacher.{key}", given_value)
+            for key, value in teacher_keys.items():
+                own = prefix + key.removeprefix(inner)
+                replaced = from_plain and key.startswith(inner) and own in state_dict
+                given_value = state_dict.pop(own) if replaced else value
+                if replaced or not (from_plain and key.startswith(inner)):  # Else torch reports it as missing.
+                    state_dict.setdefault(f"{prefix}teacher.{key}", given_value)
             if from_plain:
                 for key, value in self.student.state_dict().items():
                     state_dict.setdefault(f"{prefix}student.{key}", value)

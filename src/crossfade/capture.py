@@ -206,5 +206,6 @@ def capture(
         raise StateError(
             "nothing was captured: the batches were empty, or the forward does not reach these sites.",
             where=", ".join(missing),
+            do="give batches whose forward calls every site",
         )
     return taken, complete

@@ -118,6 +118,8 @@ class Fade:
             done = site.blend.teacher is not None and step > 0 and site.over_at(step, self.total_steps)
             if self.release == "when_done" and done and site.blend.where != "auto":
                 state.release(site)
+        if self._viewing is not None:
+            self._show()
 
     def step(self) -> None:
         """Count one optimizer step by hand, after `optimizer.step()`; for runs without `attach`.
@@ -157,12 +159,16 @@ class Fade:
         self._optimizers = inner
         self._handles = [inner[0].register_step_pre_hook(self._before_step)]
         self._handles.append(inner[-1].register_step_post_hook(self._after_step))
+        for site in self.sites:  # A gradient scaler wants gradients in every step; zeros are dropped before the step.
+            site.blend.attached = True
 
     def detach(self) -> None:
         """Let go of the optimizers; the clock stands until `attach` or `step`."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._optimizers = [], ()
+        for site in self.sites:
+            site.blend.attached = False
 
     def _before_step(self, *_: Any) -> None:
         self.ledger.check_step(self._last, self.step_count)
@@ -422,7 +428,7 @@ class Fade:
             PersistError: Another plan, other sites, or another base model.
         """
         self._alive("load_state_dict")
-        step, total = state.load(saved, self.plan, self.sites)
+        step, total = state.load(saved, self.plan, self.sites, self.total_steps)
         if total != self.total_steps and not rescale:
             warnings.warn(state.length_warning(self.total_steps, total), CrossfadeWarning, stacklevel=2)
             self.total_steps = total
@@ -447,7 +453,7 @@ class Fade:
             training.freeze(changes, self.model, self.sites, plan.trains)
             for site in self.sites:
                 old = site.swap
-                changes.later(functools.partial(site.drive, old))
+                changes.later(functools.partial(site.restore, old, site.driver, (site.alpha, site.weight, site.lam)))
                 site.drive(swaps[id(old)])
                 site.seek(0, total_steps, plan.seed)
                 if site.blend.teacher is None and (site.alpha > 0 or site.lam > 0):
@@ -467,6 +473,10 @@ class Fade:
         self.total_steps = other.total_steps
         for mine, theirs in zip(self.sites, other.sites, strict=True):
             mine.power = copy.copy(theirs.power)
+            for name in ("where", "structure", "bare_student", "cast"):
+                setattr(mine.blend, name, getattr(theirs.blend, name))
+            if theirs.blend.teacher is None:  # Averaging pairs parameters by position: both have the same ones.
+                state.release(mine)
             if isinstance(mine.driver, Controller) and isinstance(theirs.driver, Controller):
                 mine.driver.load_state_dict(theirs.driver.state_dict())
         self.seek(other.step_count)
@@ -545,6 +555,8 @@ class Fade:
         return self.model
 
     def _restore(self, changes: Changes, flags: list[tuple[nn.Parameter, bool]]) -> None:
+        for encoder in [encoder for site in self.sites for encoder in site.encoders]:
+            changes.set(encoder, "use_nested_tensor", True)
         for parameter, flag in flags:
             changes.train_flag(parameter, flag)
         for frozen, mode in self._statistics:
@@ -568,6 +580,10 @@ class Fade:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: note the padding mask, keep frozen statistics in eval."""
+        for site in self.sites:
+            for teacher in site.blend.teacher.modules() if site.blend.teacher is not None else ():
+                if teacher.training:  # Set by a loop over all modules, past `train()` of the blend.
+                    teacher.eval()
         for frozen, _ in self._statistics:
             if frozen.training:
                 frozen.eval()

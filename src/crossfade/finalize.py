@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ class Receipt:
     plan: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON; a gap that is not finite is None."""
+        gap = None if self.gap is None or not math.isfinite(self.gap) else self.gap
+        return asdict(self) | {"gap": gap}
 
 
 # A finalized model carries nothing of ours, so what it was made from is kept beside it, as long as it lives.
@@ -88,10 +89,13 @@ def check_over(sites: Iterable[Site], step: int, total: int | None, force: bool)
 def look(model: nn.Module, batch: Any) -> Any:
     """The model's output on a batch in eval mode; training flags are put back."""
     flags = [(m, m.training) for m in model.modules()]
+    fused = torch.backends.mha.get_fastpath_enabled()
     try:
         model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)  # It may come back with the plain model, and rounds otherwise.
         return outputs.feed(model, batch)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, flag in flags:
             module.training = flag
 
@@ -124,6 +128,37 @@ def final_student(blend: Blend) -> nn.Module:
     return adapter
 
 
+def carry(
+    changes: Changes,
+    student: nn.Module,
+    names: Iterable[str],
+    kept: Mapping[str, Any],
+    teacher: nn.Module | None,
+    path: str,
+) -> None:
+    """Copy declared attributes from the teacher, unless the student defines them itself.
+
+    Raises:
+        StateError: An attribute is neither kept nor found.
+    """
+    inner = student.module if isinstance(student, Adapter) else student
+    for name in names:
+        if hasattr(inner, name):
+            if inner is not student:
+                changes.set(student, name, getattr(inner, name))
+        elif name in kept:
+            changes.set(student, name, kept[name])
+        elif teacher is not None and hasattr(teacher, name):
+            changes.set(student, name, getattr(teacher, name))
+        else:
+            raise StateError(
+                "an attribute to carry is nowhere.",
+                where=f"{path}.{name}",
+                expected="an attribute of the teacher or of the student",
+                do="leave it out of carry=, or define it on the student",
+            )
+
+
 def strip(changes: Changes, model: nn.Module, sites: Iterable[Site]) -> None:
     """Put the students in the blends' places; shorten the containers of runs.
 
@@ -131,11 +166,7 @@ def strip(changes: Changes, model: nn.Module, sites: Iterable[Site]) -> None:
     """
     for site in sorted(sites, key=lambda site: -1 if site.run is None else 1 / (1 + site.run.start)):
         student = final_student(site.blend)
-        for name in site.swap.carry:
-            if not hasattr(student, name):
-                if site.blend.teacher is None and name not in site.carried:
-                    raise StateError("an attribute to carry is gone with its teacher.", where=f"{site.path}.{name}")
-                changes.set(student, name, site.carried.get(name, getattr(site.blend.teacher, name, None)))
+        carry(changes, student, site.swap.carry, site.carried, site.blend.teacher, site.path)
         if site.run is None:
             changes.put(model, site.paths, student)
         else:
@@ -163,7 +194,7 @@ def put_teacher_back(changes: Changes, model: nn.Module, site: Site) -> None:
     """Let the teacher stand at the site again, in the model's mode."""
     teacher = site.blend.teacher
     if teacher is None:
-        raise StateError("the teacher is gone.", where=site.path)
+        raise StateError("the teacher is gone.", where=site.path, do='install with release="finalize"')
     if site.run is None:
         changes.put(model, site.paths, teacher)
     else:
@@ -187,6 +218,7 @@ def write_receipt(
             "student": type(site.blend.student).__name__,
             "parameters_before": site.parameters,
             "adapter": _adapter(site),
+            "carry": list(site.swap.carry),
             "parameters_after": sum(p.numel() for p in site.blend.student.parameters()),
         }
         for site in sites

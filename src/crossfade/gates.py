@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from .errors import PlanError
 from .registry import register
-from .schedules import Resolver, Schedule, ScheduleLike, as_schedule, hold, linear, resolve, value_at
+from .schedules import InSteps, Resolver, Schedule, ScheduleLike, as_schedule, hold, linear, resolve, value_at
 
 __all__ = [
     "Adaptive",
@@ -87,6 +87,9 @@ class Adaptive:
             raise PlanError(
                 "the similarities are out of order.", expected="-1 <= low < high <= 1", got=(self.low, self.high)
             )
+        end = value_at(as_schedule(self.at_most), 2**62, 1)
+        if end != 0.0:
+            raise PlanError("the upper bound of alpha must end at 0.", where="at_most", expected=0.0, got=end)
         if not 0.0 <= self.smoothing < 1.0:
             raise PlanError("smoothing is out of range.", expected="0 <= smoothing < 1", got=self.smoothing)
 
@@ -150,8 +153,9 @@ def as_alpha(value: AlphaLike) -> Schedule | Resolver | Adaptive:
             ) else None
         return value
     schedule = as_schedule(value)
+    steps = schedule.total if isinstance(schedule, InSteps) else 100
     for k in range(101):
-        check_alpha(value_at(schedule, k, 100), f"t = {k / 100}")
+        check_alpha(value_at(schedule, round(k * steps / 100), steps), f"t = {k / 100}")
     return schedule
 
 

@@ -22,7 +22,7 @@ from .errors import PlanError
 from .ledger import Term
 from .metrics import cosine_sum, count, squared_error_sum
 from .registry import register
-from .schedules import Resolver, Schedule, ScheduleLike, as_schedule, resolve, value_at
+from .schedules import InSteps, Resolver, Schedule, ScheduleLike, as_schedule, resolve, value_at
 
 __all__ = ["DeepFeatureGuidance", "Guidance", "Power", "lambda_at"]
 
@@ -105,15 +105,22 @@ class DeepFeatureGuidance:
     mask: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in {"weight": self.weight, **self.site_weights}.items():
+        for name, value in [("weight", self.weight), *self.site_weights.items()]:
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0.0:
                 raise PlanError("a guidance weight must be a number >= 0.", where=name, got=repr(value))
         if self.reduction not in ("relative", "mean", "sum", "cosine"):
             raise PlanError("unknown reduction.", expected="relative | mean | sum | cosine", got=repr(self.reduction))
+        if isinstance(self.schedule, Resolver) and not isinstance(
+            getattr(self.schedule, "choose", None), (list, tuple)
+        ):
+            for index in range(3):  # The number of sites is not known yet.
+                if any(value_at(resolve(self.schedule, "", index, 3), k, 100) < 0.0 for k in range(101)):
+                    raise PlanError("lambda must not be negative.", got=repr(self.schedule))
         if self.schedule != "alpha" and not isinstance(self.schedule, Resolver):
             schedule = as_schedule(self.schedule)
             object.__setattr__(self, "schedule", schedule)
-            if any(value_at(schedule, k, 100) < 0.0 for k in range(101)):
+            steps = schedule.total if isinstance(schedule, InSteps) else 100
+            if any(value_at(schedule, round(k * steps / 100), steps) < 0.0 for k in range(101)):
                 raise PlanError("lambda must not be negative.", got=repr(self.schedule))
 
     @property
@@ -172,4 +179,7 @@ def lambda_at(
     if guidance.schedule == "alpha":
         return factor * alpha
     schedule: Schedule = resolve(guidance.schedule, site, index, n)
-    return factor * value_at(schedule, step, total)
+    value = value_at(schedule, step, total)
+    if value < 0.0:
+        raise PlanError("lambda must not be negative.", where=f"{site}, step {step}", expected=">= 0", got=value)
+    return factor * value

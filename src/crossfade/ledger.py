@@ -132,6 +132,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget everything that belongs to the step that ends."""
         self.terms, self.similarities, self.finite = {}, {}, {}
+        self._masks_read = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """An empty ledger, one for all blends of the copy."""

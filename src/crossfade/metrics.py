@@ -70,7 +70,9 @@ def cosine_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> 
     """
     s, t = masked(wide(student), mask), masked(wide(teacher), mask)
     dot, ss, tt = (s * t).sum(-1), (s * s).sum(-1), (t * t).sum(-1)
-    scale = (ss * tt).clamp_min(torch.finfo(dot.dtype).tiny).sqrt()
+    # The product of roots: the root of the product leaves float32's range at 1e10 and below 1e-10.
+    tiny = torch.finfo(dot.dtype).tiny
+    scale = ss.clamp_min(tiny).sqrt() * tt.clamp_min(tiny).sqrt()
     each = torch.where((ss == 0) & (tt == 0), torch.ones_like(dot), dot / scale)
     return each.sum() if mask is None else masked(each.unsqueeze(-1), mask).sum()
 
@@ -100,7 +102,7 @@ def cka(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     s, t = wide(student).flatten(0, -2), wide(teacher).flatten(0, -2)
     if mask is not None:
-        keep = mask.expand(student.shape[:-1]).flatten()
+        keep = mask.reshape(*mask.shape, *(1,) * (student.dim() - 1 - mask.dim())).expand(student.shape[:-1]).flatten()
         s, t = s[keep], t[keep]
     s, t = s - s.mean(0), t - t.mean(0)
     scale = torch.linalg.matrix_norm(s.mT @ s) * torch.linalg.matrix_norm(t.mT @ t)

@@ -30,6 +30,7 @@ __all__ = [
     "map_tensors",
     "mask_argument",
     "mix",
+    "once",
     "pack",
     "padding_mask",
     "refuse_caches",
@@ -46,6 +47,7 @@ __all__ = [
 Where = int | str | None
 """Place of the main tensor: None (the output is the tensor), an index, or a key / field name."""
 
+_ADDITIVE_LIMIT = -9999.0  # Libraries write -1e4, -1e9, the dtype's minimum or -inf for "not attended".
 _MAIN_KEYS = ("last_hidden_state", "hidden_states", "sample", "logits")
 
 
@@ -87,12 +89,26 @@ def find_main(output: Any, declared: Where | str = "auto", site: str = "") -> Wh
     )
 
 
+def _normal(output: Any, where: Where) -> Where:
+    """One name for each place: a positive index in a tuple or list, a key elsewhere."""
+    if isinstance(output, (tuple, list)):
+        if isinstance(where, str) and where in getattr(output, "_fields", ()):
+            return int(output._fields.index(where))  # type: ignore[union-attr]  # a named tuple
+        return where + len(output) if isinstance(where, int) and where < 0 else where
+    fields = _fields(output)
+    if isinstance(where, int) and fields is not None:
+        keys = [key for key, value in fields.items() if value is not None]
+        return keys[where] if -len(keys) <= where < len(keys) else where
+    return where
+
+
 def main(output: Any, where: Where, site: str = "") -> Tensor:
     """The main tensor at `where`.
 
     Raises:
         OutputError: There is no tensor at that place.
     """
+    where = _normal(output, where)
     try:
         source: Any = (_fields(output) or {}) if isinstance(where, str) else output
         value = output if where is None else source[where]
@@ -106,6 +122,7 @@ def main(output: Any, where: Where, site: str = "") -> Tensor:
 
 def set_main(output: Any, where: Where, tensor: Tensor | None) -> Any:
     """`output` with another main tensor. Containers are rebuilt, never written to."""
+    where = _normal(output, where)
     if where is None:
         return tensor
     if isinstance(output, tuple):
@@ -126,8 +143,9 @@ def skeleton(output: Any) -> Any:
 
     Containers keep their kind; everything but None, numbers and strings inside becomes None.
     """
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
-        return tuple(_plain(item) for item in output)
+    if isinstance(output, tuple):
+        items = [_plain(item) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     if isinstance(output, list):
         return [_plain(item) for item in output]
     if type(output) is dict:
@@ -141,8 +159,6 @@ def skeleton(output: Any) -> Any:
             result.__setitem__(key, _plain(item))
         else:
             object.__setattr__(result, key, _plain(item))
-    if isinstance(result, tuple):
-        return type(output)(*(_plain(item) for item in output))
     return result
 
 
@@ -284,7 +300,19 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 def detach(value: Any) -> Any:
     """`value` with its tensors cut from the graph."""
-    return map_tensors(value, Tensor.detach)
+    return map_tensors(value, once(Tensor.detach))
+
+
+def once(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fn` that gives one result for one tensor, so that `attn(x, x, x)` still gets one tensor three times."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def remembered(tensor: Tensor) -> Tensor:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = (tensor, fn(tensor))
+        return seen[id(tensor)][1]
+
+    return remembered
 
 
 def refuse_caches(value: Any, site: str) -> None:
@@ -322,14 +350,17 @@ def padding_mask(kwargs: Mapping[str, Any], like: Tensor) -> Tensor | None:
         if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
             return ~mask if mask.dtype == torch.bool else mask == 0
     mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or like.dim() < 3:
+    if not isinstance(mask, Tensor) or like.dim() < 3 or not 2 <= mask.dim() <= 4:
         return None
-    if mask.dim() == 4:
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        mask = allowed.any(dim=-2).any(dim=1)
-    return (
-        mask.expand(like.shape[:2]) if mask.shape[-1] == like.shape[1] and mask.shape[0] in (1, like.shape[0]) else None
-    )
+    # Additive masks hold 0 where a key is attended, and large negative numbers where it is not.
+    additive = mask.is_floating_point() and mask.dim() > 2
+    allowed = mask > _ADDITIVE_LIMIT if additive else mask != 0
+    if allowed.dim() == 4:
+        allowed = allowed.any(dim=1)
+    if allowed.dim() == 3:
+        allowed = allowed.any(dim=1)
+    fits = allowed.shape[-1] == like.shape[1] and allowed.shape[0] in (1, like.shape[0])
+    return allowed.expand(like.shape[:2]) if fits else None
 
 
 def mask_argument(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -361,7 +392,7 @@ def main_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str = "")
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     raise OutputError(
-        "the site was called without a floating-point tensor.", where=site or None, got=describe((args, dict(kwargs)))
+        "the site needs a floating-point tensor in its call.", where=site or None, got=describe((args, dict(kwargs)))
     )
 
 
@@ -396,7 +427,7 @@ def valid_positions(mask: Tensor | None, like: Tensor, site: str = "") -> Tensor
     """
     if mask is None:
         return None
-    if mask.dim() < 1 or mask.shape != like.shape[: mask.dim()]:
+    if not 1 <= mask.dim() < like.dim() or mask.shape != like.shape[: mask.dim()]:
         raise OutputError(
             "the padding mask does not fit this site's output.",
             where=site or None,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .changes import Changes
 from .errors import CrossfadeError, PersistError
-from .finalize import Receipt, receipt_of, remember
+from .finalize import Receipt, carry, receipt_of, remember
 from .outputs import unpack
 from .plan import Plan, Swap
 from .runs import Chain, shorten
@@ -68,6 +68,7 @@ def save(
             got=type(model).__name__,
             do="for a copy of a finalized model pass receipt=fade.receipt",
         )
+    told = _plain(notes)
     tensors, aliases = _untied(model)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def save(
         "base": {"class": f"{type(model).__module__}.{type(model).__qualname__}"},
         "weights": {"file": WEIGHTS, "sha256": _sha256(temporary), "aliases": aliases},
         "receipt": receipt.to_dict(),
-        "notes": dict(notes or {}),
+        "notes": told,
     }
     text = json.dumps(recipe, indent=2, sort_keys=True, allow_nan=False)
     temporary.replace(target / WEIGHTS)
@@ -112,15 +113,19 @@ def load(
     """
     recipe = _read(Path(folder))
     tensors = _read_weights(Path(folder), recipe)
-    model = base if isinstance(base, nn.Module) else base()
     receipt = _receipt(recipe)
-    plan = Plan.from_dict(receipt.plan) if receipt.plan is not None else None
+    plan = _plan(receipt, needed=students is None)
+    model: object = base() if callable(base) and not isinstance(base, nn.Module) else base
+    if not isinstance(model, nn.Module):
+        raise PersistError(
+            "base is no model.", expected="a module, or a function that builds one", got=type(model).__name__
+        )
     with Changes() as changes:
         # Runs last and from the back, as in finalize: shortening renumbers what follows in the container.
         for path in sorted(receipt.sites, key=lambda p: _order(receipt.sites[p])):
             try:
                 _rebuild(changes, model, path, receipt.sites[path], plan, students)
-            except (CrossfadeError, KeyError, TypeError) as error:
+            except (CrossfadeError, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise PersistError(
                     "a site of the recipe cannot be rebuilt.",
                     where=path,
@@ -130,6 +135,23 @@ def load(
         _fill(model, tensors)
     remember(model, receipt)
     return model
+
+
+def _plan(receipt: Receipt, needed: bool) -> Plan | None:
+    """The recipe's plan. One that names unknown things is not needed when the caller gives the students."""
+    if receipt.plan is None:
+        return None
+    try:
+        return Plan.from_dict(receipt.plan)
+    except (CrossfadeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        if not needed:
+            return None
+        raise PersistError(
+            "the plan in the recipe cannot be read.",
+            where=RECIPE,
+            got=str(error).split("\n  what to do")[0],
+            do="register what it names before loading, or pass students=",
+        ) from error
 
 
 def _order(row: Mapping[str, Any]) -> float:
@@ -166,13 +188,28 @@ def _rebuild(
             structure=unpack(adapter["structure"]),
             dtype=_dtype(adapter["dtype"]),
         ).train(student.training)
-    for name in () if swap is None else swap.carry:
-        if not hasattr(student, name):
-            changes.set(student, name, getattr(teacher, name))
+    carry(changes, student, row["carry"], {}, teacher, path)
     if run is None:
         changes.put(model, row["paths"], student)
     else:
         shorten(changes, model, run, student)
+
+
+def _plain(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Notes as JSON would give them back.
+
+    Raises:
+        PersistError: They hold something that is no plain data.
+    """
+    try:
+        return dict(json.loads(json.dumps(dict(notes or {}), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise PersistError(
+            "the notes cannot be written as JSON.",
+            where="notes",
+            expected="strings, finite numbers, lists, dicts",
+            got=str(error),
+        ) from None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -181,7 +218,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
         return None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise PersistError("unknown dtype.", got=repr(name))
+        raise PersistError("unknown dtype.", expected="the name of a torch dtype", got=repr(name))
     return dtype
 
 
@@ -205,7 +242,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 got=f"{list(own[name].shape)} {own[name].dtype}",
                 do="build the base with the saved model's configuration and dtype",
             )
-    model.load_state_dict(tensors)
+    model.load_state_dict(tensors, strict=False)  # Names were compared above; torch stumbles over dots in names.
 
 
 def _untied(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -250,16 +287,23 @@ def _read_weights(folder: Path, recipe: Mapping[str, Any]) -> dict[str, Tensor]:
             )
         tensors = load_file(path)
         return tensors | {name: tensors[kept] for name, kept in recipe["weights"]["aliases"].items()}
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, SafetensorError, KeyError, AttributeError, TypeError) as error:
         raise PersistError("the weights cannot be read.", where=path, got=repr(error)) from None
 
 
 def _receipt(recipe: Mapping[str, Any]) -> Receipt:
-    data = dict(recipe["receipt"])
     try:
-        return Receipt(**data)
-    except TypeError as error:
-        raise PersistError("the receipt cannot be read.", got=str(error)) from None
+        receipt = Receipt(**dict(recipe["receipt"]))
+        for row in receipt.sites.values():
+            missing = {"run", "paths", "swap", "index", "n", "adapter", "carry"} - set(row)
+            if missing or not row["paths"]:
+                raise KeyError(*sorted(missing))
+            _order(row)
+        return receipt
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise PersistError(
+            "the receipt cannot be read.", where=RECIPE, got=repr(error), expected="what save wrote"
+        ) from None
 
 
 def _sha256(path: Path) -> str:

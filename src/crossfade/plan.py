@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -129,6 +131,14 @@ class Plan:
             raise PlanError(
                 "a plan needs either swaps or the fields of a single one.", expected="targets=...", got=swap or given
             )
+        for swap_given in given:
+            if not isinstance(swap_given, Swap):
+                raise PlanError(
+                    "a plan holds swaps.",
+                    expected="Swap(...), or Plan(targets=...)",
+                    got=repr(swap_given),
+                    where="swaps",
+                )
         if version != PLAN_VERSION:
             raise PlanError("this plan has another format.", expected=f"version {PLAN_VERSION}", got=version)
         if type(seed) is not int:
@@ -175,8 +185,20 @@ class Plan:
         try:
             text = json.dumps(self.to_dict(), sort_keys=True)
         except PlanError:
-            text = (
-                "\n".join(f"{s.targets!r} {type(s.student).__name__} {s.gate!r} {s.guidance!r}" for s in self.swaps)
-                + f"\n{self.trains!r} {self.seed}"
-            )
+            text = _named(self)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _named(value: Any) -> str:
+    """A text for anything in a plan that is the same in every process: no addresses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ", ".join(f"{f.name}={_named(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        return f"{type(value).__qualname__}({fields})"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_named(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_named(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, (bool, int, float, str, re.Pattern)):
+        return repr(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -108,7 +108,9 @@ def encode(value: Any, where: str = "plan") -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, re.Pattern):
-        return {"kind": "target:regex", "pattern": value.pattern}
+        if not isinstance(value.pattern, str):
+            raise PlanError("a pattern over bytes cannot be written.", where=where, got=repr(value))
+        return {"kind": "target:regex", "pattern": value.pattern, "flags": value.flags}
     name = registered_name(value)
     if name is not None:
         return {"kind": ":".join(name)}
@@ -145,15 +147,13 @@ def decode(data: Any, where: str = "plan") -> Any:
     if data["kind"] == "mapping":
         return _mapping(data.get("items"), where)
     if data["kind"] == "target:regex":
-        return _compile(data.get("pattern"), where)
+        return _compile(data.get("pattern"), data.get("flags", 0), where)
     kind, _, name = str(data["kind"]).partition(":")
     entry = lookup(kind, name)
     fields = {key: decode(item, f"{where}.{key}") for key, item in data.items() if key != "kind"}
-    if not isinstance(entry, type):
+    if not isinstance(entry, type) or not dataclasses.is_dataclass(entry):
         if fields:
             raise PlanError(f"{data['kind']!r} takes no fields.", where=where, got=", ".join(fields))
-        return entry
-    if not dataclasses.is_dataclass(entry):
         return entry
     known = [f.name for f in dataclasses.fields(entry) if f.init]
     for key in fields:
@@ -166,7 +166,9 @@ def decode(data: Any, where: str = "plan") -> Any:
             )
     try:
         return entry(**fields)
-    except TypeError as error:
+    except PlanError:
+        raise
+    except (TypeError, ValueError, OverflowError, AttributeError, LookupError) as error:
         raise PlanError(f"{data['kind']!r} cannot be built from this.", where=where, got=str(error)) from None
 
 
@@ -176,8 +178,12 @@ def _mapping(items: Any, where: str) -> dict[str, Any]:
     return {str(key): decode(item, f"{where}.{key}") for key, item in items}
 
 
-def _compile(pattern: Any, where: str) -> re.Pattern[str]:
+def _compile(pattern: Any, flags: Any, where: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise PlanError("the regular expression is not valid.", where=where, got=f"{pattern!r}: {error}") from None
+        if not isinstance(pattern, str) or type(flags) is not int:
+            raise TypeError("a pattern is text, its flags a number")
+        return re.compile(pattern, flags)
+    except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise PlanError(
+            "the regular expression is not valid.", where=where, expected="a pattern", got=f"{pattern!r}: {error}"
+        ) from None

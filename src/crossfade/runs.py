@@ -28,6 +28,8 @@ class Chain(nn.Module):
     Shapes: as the first module's input -> as the last module's output.
     """
 
+    is_chain = True
+
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         super().__init__()
         for index, module in enumerate(modules):

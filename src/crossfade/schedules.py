@@ -250,7 +250,12 @@ def value_at(schedule: Schedule, step: int, total: int | None) -> float:
         )
     value = float(schedule(min(1.0, max(0.0, step / total))))
     if not math.isfinite(value):
-        raise PlanError("a schedule gave a value that is not finite.", where=f"step {step} of {total}", got=value)
+        raise PlanError(
+            "a schedule must give a finite value.",
+            where=f"step {step} of {total}",
+            expected="a finite number",
+            got=value,
+        )
     return value
 
 
@@ -340,6 +345,6 @@ class PerSite:
 
 def resolve(value: ScheduleLike | Resolver, site: str, index: int, n: int) -> Schedule:
     """The schedule of one site: from a resolver if `value` is one, else `value` itself for every site."""
-    if isinstance(value, Resolver):
+    if hasattr(value, "resolve"):  # Not isinstance: a protocol's check is slow, and this runs in every step.
         return as_schedule(value.resolve(site, index, n))
     return as_schedule(value)

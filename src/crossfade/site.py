@@ -52,6 +52,7 @@ class Site:
     teacher_flags: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     teacher_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     carried: dict[str, Any] = field(default_factory=dict)
+    encoders: list[nn.TransformerEncoder] = field(default_factory=list)
     power: Power = field(default_factory=Power)
     alpha: float = 1.0
     weight: float = 1.0
@@ -70,6 +71,13 @@ class Site:
         self.blend.detach_input = guidance is not None and guidance.detach_input
         self.blend.use_mask = guidance is None or guidance.mask
         self.blend.teacher_gradient = swap.teacher_gradient
+
+    def restore(self, swap: Swap, driver: Schedule | Controller, values: tuple[float, float, float]) -> None:
+        """Take back a `drive`: also the controller's state and the values of the step."""
+        self.drive(swap)
+        self.driver = driver
+        self.alpha, self.weight, self.lam = values
+        self.apply()
 
     @property
     def phase(self) -> Phase:
@@ -132,12 +140,12 @@ class Site:
         """Lambda times the mean over calls of the guidance error, 0-dim float32 with its gradient."""
         guidance = self.swap.guidance
         if guidance is None:
-            raise StateError("this site has no guidance.", where=self.path)
+            raise StateError("this site has no guidance.", where=self.path, do="give its swap guidance=")
         power: Tensor | float | None = None
         if guidance.needs_power:
             power = self.power.value if self.power.fixed else self._running_power(terms)
         values = [guidance.reduce(term, term.positions if items is None else items, power) for term in terms]
-        return self.lam * torch.stack(values).mean()
+        return self.lam * (values[0] if len(values) == 1 else torch.stack(values).mean())
 
     def _running_power(self, terms: list[Term]) -> Tensor:
         """Teacher power from the calls of the first step so far, without a device synchronisation."""

@@ -43,6 +43,7 @@ def release(site: Site) -> None:
         return
     site.teacher_hash = site.teacher_hash or hash_of(teacher)
     site.carried = {name: getattr(teacher, name) for name in site.swap.carry if hasattr(teacher, name)}
+    site.blend.carried = site.carried
     site.teacher_flags, site.teacher_modes = [], []
     for filler in site.fillers:
         filler.held = (filler.held[0], None)
@@ -92,7 +93,7 @@ def calibrate_first_step(sites: list[Site], seen: Mapping[str, list[Term]]) -> N
     flat = reduced(torch.stack(rows).double().flatten())
     for i, site in enumerate(chosen):
         site.power.observe(flat[2 * i], flat[2 * i + 1])
-        site.power.fixed = True
+        site.power.fixed = site.power.positions > 0  # A step of padding alone says nothing.
 
 
 def calibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> dict[str, float]:
@@ -122,7 +123,12 @@ def calibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> di
     flat = reduced(torch.stack(list(sums.values())).flatten())
     for i, site in enumerate(sites):
         if flat[2 * i + 1] == 0:
-            raise StateError("calibration saw no valid position.", where=site.path, got="no batches, or all padding")
+            raise StateError(
+                "calibration saw no valid position.",
+                where=site.path,
+                got="no batches, or all padding",
+                do="give at least one batch with real tokens",
+            )
         site.power.fixed, site.power.total, site.power.positions = True, flat[2 * i], flat[2 * i + 1]
     return {site.path: site.power.value for site in sites}
 
@@ -151,7 +157,7 @@ def save(plan: Plan, sites: list[Site], step: int, total: int | None) -> dict[st
     """See `Fade.state_dict`."""
     rows: dict[str, Any] = {}
     for site in sites:
-        if not site.teacher_hash and site.blend.teacher is not None:
+        if site.blend.teacher is not None:  # Hashed afresh: other weights may have been loaded into it.
             site.teacher_hash = hash_of(site.blend.teacher)
         rows[site.path] = {
             "teacher_hash": site.teacher_hash,
@@ -168,11 +174,14 @@ def save(plan: Plan, sites: list[Site], step: int, total: int | None) -> dict[st
     }
 
 
-def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site]) -> tuple[int, int | None]:
+def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site], own_total: int | None) -> tuple[int, int | None]:
     """Check everything, then restore; returns step and total."""
     try:
         version, rows = saved["version"], dict(saved["sites"])
         step, total = int(saved["step"]), saved["total_steps"]
+        right_length = (total is None and own_total is None) or (type(total) is int and total >= 1)
+        if not right_length or not all(isinstance(r, Mapping) for r in rows.values()):
+            raise TypeError("total_steps or the rows of the sites")
         fingerprint = saved["plan"]
     except (KeyError, TypeError, ValueError) as error:
         raise PersistError(
@@ -244,6 +253,8 @@ def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, A
         controller = dict(row["controller"] or {})
         if isinstance(site.driver, Controller):
             Controller(site.driver.settings).load_state_dict(controller)
+            if controller["similarity"] is not None:
+                controller["similarity"] = float(controller["similarity"])
         kept = row["structure"]
         structure = None
         if kept is not None:
@@ -251,4 +262,6 @@ def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, A
             structure = (kept["where"], bool(kept["bare"]), outputs.unpack(kept["skeleton"]), cast)
         return str(row["teacher_hash"]), power, controller, structure
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PersistError("the saved state of a site is damaged.", where=site.path, got=repr(error)) from None
+        raise PersistError(
+            "the saved state of a site is damaged.", where=site.path, expected="what state_dict gave", got=repr(error)
+        ) from None

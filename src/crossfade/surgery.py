@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import outputs
 from .blend import Blend, is_blend
 from .changes import Changes, refuse_wrapped
-from .errors import OutputError, PlanError, SelectionError, StateError
+from .errors import OutputError, PlanError, SelectionError, StateError, StudentError
 from .fade import Fade, Release
 from .ledger import Ledger
 from .plan import Plan, Swap
@@ -93,6 +93,7 @@ def install(
     if release not in ("when_done", "finalize"):
         raise PlanError("unknown release.", expected='"when_done" or "finalize"', got=repr(release))
     built = [_build(model, plan, *site) for site in _resolve(model, plan)]
+    _check_built(built)
     ledger, sites = Ledger(), []
     modes = [(module, module.training) for item in built for module in item.teacher.modules()]
     try:
@@ -166,7 +167,7 @@ def stages(
         'Linear'
     """
     if not plans:
-        raise PlanError("stages needs at least one (plan, total_steps).")
+        raise PlanError("stages needs at least one plan.", expected="(plan, total_steps), ...", got="nothing")
     fade: Fade | None = None
     for plan, total_steps in plans:
         if fade is None:
@@ -176,7 +177,10 @@ def stages(
         else:
             if fade.total_steps is not None and fade.step_count < fade.total_steps:
                 raise StateError(
-                    "the stage is not over.", expected=f"{fade.total_steps} optimizer steps", got=fade.step_count
+                    "the stage is not over.",
+                    do="train to its end before the loop moves on",
+                    expected=f"{fade.total_steps} optimizer steps",
+                    got=fade.step_count,
                 )
             fade.begin(plan, total_steps)
         yield fade
@@ -192,7 +196,9 @@ def _resolve(model: nn.Module, plan: Plan) -> list[tuple[Swap, Match, int, int]]
     for number, selection in enumerate(selections):
         for match in selection:
             if seen.setdefault(match.path, number) != number:
-                raise SelectionError("two swaps of the plan have the same site.", where=match.path)
+                raise SelectionError(
+                    "two swaps of the plan have the same site.", where=match.path, do="exclude it from one of them"
+                )
     Selection(model, tuple(every)).check()
     return [
         (swap, match, index, len(selection))
@@ -239,6 +245,28 @@ def _site(item: _Built, ledger: Ledger, modes: dict[int, bool]) -> Site:
         teacher_flags=[(p, p.requires_grad) for p in teacher.parameters()],
         teacher_modes=[(m, modes[id(m)]) for m in teacher.modules()],
     )
+
+
+def _check_built(built: list[_Built]) -> None:
+    """Each site has a student of its own, and what is to be carried exists."""
+    owner: dict[int, str] = {}
+    for item in built:
+        first = owner.setdefault(id(item.student), item.match.path)
+        if first != item.match.path:
+            raise StudentError(
+                "the factory returned one module for two sites.",
+                where=f"{first} and {item.match.path}",
+                expected="a module of its own for each site",
+                do="build it inside the factory",
+            )
+        for name in item.swap.carry:
+            if not hasattr(item.teacher, name) and not hasattr(item.student, name):
+                raise StudentError(
+                    "an attribute to carry is nowhere.",
+                    where=f"{item.match.path}.{name}",
+                    expected="an attribute of the teacher or of the student",
+                    do="leave it out of carry=, or define it on the student",
+                )
 
 
 def _check_names(plan: Plan, sites: list[Site]) -> None:
@@ -337,6 +365,10 @@ def _mount(changes: Changes, model: nn.Module, site: Site) -> None:
             # torch's fused encoder kernel reads its children's weights and never calls them; a hook keeps it off.
             site.blend.register_forward_pre_hook(_keep_fast_path_off)
             site.blend.__dict__["tensors_may_be_read"] = True
+            for encoder in (model, *(m for name, m in model.named_modules() if name and path.startswith(name + "."))):
+                if isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor:
+                    changes.set(encoder, "use_nested_tensor", False)  # Nested tensors cannot be mixed.
+                    site.encoders.append(encoder)
             break
 
 
@@ -372,5 +404,7 @@ def _start(
     changes.later(handle.remove)
     fade.hook_id = handle.id
     changes.set(model, "_crossfade", fade)
+    for site in sites:
+        site.blend.last = site is sites[-1]
     fade.seek(0)
     return fade

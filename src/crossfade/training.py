@@ -96,7 +96,7 @@ def parameter_groups(
     """See `Fade.parameter_groups`."""
     students = students_of(sites)
     exempt = set(getattr(model, "no_weight_decay", set)())
-    patterns = tuple(no_decay)
+    patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
     used: set[str] = set()
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -115,7 +115,11 @@ def parameter_groups(
         group["params"].append(parameter)
     for pattern in patterns:
         if pattern not in used:
-            raise SelectionError(f"no_decay: the pattern {pattern!r} matches no trainable parameter.")
+            raise SelectionError(
+                "no_decay: a pattern matches no trainable parameter.",
+                got=repr(pattern),
+                expected="a glob on parameter or module paths, such as '*norm*' or 'head'",
+            )
     return list(groups.values())
 
 

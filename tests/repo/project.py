@@ -79,7 +79,11 @@ def project_files() -> list[Path]:
 
 def documents() -> list[Path]:
     """README.md, CONTRIBUTING.md and every Markdown file under docs/."""
-    return [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+    return [
+        path
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if path.is_file()
+    ]
 
 
 def relative_name(path: Path) -> str:

@@ -146,7 +146,7 @@ def info(model: nn.Module, path: str = "0", n: int = 1) -> SiteInfo:
 
 def make(student: Any, model: nn.Module | None = None, n: int = 1) -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if model is None else model
-    return build(student, model[0], info(model, n=n))  # type: ignore[index]
+    return build(student, model[0], info(model, n=n))
 
 
 def on_meta(fn: Callable[[], Any]) -> Any:
@@ -392,7 +392,7 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: installed().align([IDS], steps=1, memory_budget=1), None),
     (capture_nothing, "blocks.0.attn"),
     # changes
-    (lambda: changes.refuse_wrapped(3), None),  # type: ignore[arg-type]
+    (lambda: changes.refuse_wrapped(3), None),
     (lambda: changes.refuse_wrapped(nn.Sequential(type("FSDPLinear", (nn.Linear,), {})(1, 1))), "0"),
     # fade
     (stepped_twice, None),
@@ -406,7 +406,7 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: released().revert(), "blocks.0.attn"),
     (trained_backbone, "embed.weight"),
     (lambda: ended().guidance(), None),
-    (lambda: installed().attach("adam"), None),  # type: ignore[arg-type]
+    (lambda: installed().attach("adam"), None),
     (lambda: crossfade.handle(net()), None),
     # finalize
     (lambda: installed().finalize(), "blocks.0.attn"),
@@ -417,14 +417,14 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: gates.check_alpha(2.0, "a.b, step 3"), "a.b"),
     (lambda: gates.Adaptive(low=0.9, high=0.1), None),
     (lambda: gates.Adaptive(smoothing=1.0), None),
-    (lambda: gates.Bernoulli(execution="x"), None),  # type: ignore[arg-type]
-    (lambda: gates.Bernoulli(granularity="x"), None),  # type: ignore[arg-type]
+    (lambda: gates.Bernoulli(execution="x"), None),
+    (lambda: gates.Bernoulli(granularity="x"), None),
     (lambda: gates.Gumbel(temperature=0.0), None),
-    (lambda: gates.Gumbel(granularity="x"), None),  # type: ignore[arg-type]
+    (lambda: gates.Gumbel(granularity="x"), None),
     # guidance
     (lambda: guidance.DeepFeatureGuidance(-1.0), "weight"),
     (lambda: guidance.DeepFeatureGuidance(site_weights={"a.b": -1.0}), "a.b"),
-    (lambda: guidance.DeepFeatureGuidance(reduction="x"), None),  # type: ignore[arg-type]
+    (lambda: guidance.DeepFeatureGuidance(reduction="x"), None),
     (lambda: guidance.DeepFeatureGuidance(schedule=-1.0), None),
     # ledger
     (recompute_twice, "a.b"),
@@ -455,15 +455,15 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: persist.load(saved(lambda r: r["receipt"].update(extra=1)), base=net()), None),
     (lambda: persist._dtype("no_such_dtype"), None),
     # plan
-    (lambda: plan.Swap(targets="a", drop="mask"), None),  # type: ignore[arg-type]
-    (lambda: plan.Swap(targets="a", gate=3), None),  # type: ignore[arg-type]
-    (lambda: plan.Swap(targets="a", gate=gates.Deterministic), None),  # type: ignore[arg-type]
-    (lambda: plan.Swap(targets="a", guidance=3), None),  # type: ignore[arg-type]
+    (lambda: plan.Swap(targets="a", drop="mask"), None),
+    (lambda: plan.Swap(targets="a", gate=3), None),
+    (lambda: plan.Swap(targets="a", gate=gates.Deterministic), None),
+    (lambda: plan.Swap(targets="a", guidance=3), None),
     (lambda: plan.Plan(target="a"), None),
     (plan.Plan, None),
     (lambda: plan.Plan(targets="a", version=9), None),
-    (lambda: plan.Plan(targets="a", seed=1.5), None),  # type: ignore[arg-type]
-    (lambda: plan.Plan(targets="a", trains="head"), None),  # type: ignore[arg-type]
+    (lambda: plan.Plan(targets="a", seed=1.5), None),
+    (lambda: plan.Plan(targets="a", trains="head"), None),
     (lambda: plan.Plan(drop=()), None),
     (lambda: plan.Plan.from_dict({}), None),
     # registry
@@ -483,10 +483,10 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: schedules.in_steps("linear", 0), None),
     (lambda: schedules.in_steps("linear", 3)(0.5), None),
     (lambda: schedules.linear(until=2.0), None),
-    (lambda: schedules.as_schedule(None), None),  # type: ignore[arg-type]
+    (lambda: schedules.as_schedule(None), None),
     (lambda: schedules.value_at(schedules.linear(), 0, None), None),
     (lambda: schedules.value_at(own_schedule, 0, 1), None),
-    (lambda: schedules.staggered(order="x"), None),  # type: ignore[arg-type]
+    (lambda: schedules.staggered(order="x"), None),
     (lambda: schedules.staggered(overlap=2.0), None),
     (lambda: schedules.PerSite([0.5]).resolve("a.b", 0, 2), "a.b"),
     # site
@@ -511,13 +511,13 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: make(shares), "0"),
     (lambda: check_call(Adapter(MLP()), "Attention", "a.b", (X,), {"mask": 1}), "a.b"),
     (lambda: Normal(0.0), None),
-    (lambda: Reinit("x"), None),  # type: ignore[arg-type]
+    (lambda: Reinit("x"), None),
     (lambda: make(Reinit("reset_parameters", keep=("x",))), "0"),
     (lambda: make(Reinit("model")), "0"),
     (lambda: make(Reinit(Normal(1.0)), nn.Sequential(nn.PReLU())), "0: weight"),
     # surgery
     (lambda: crossfade.install(installed().model, plan_of(), total_steps=2), None),
-    (lambda: crossfade.install(net(), 3, total_steps=2), None),  # type: ignore[arg-type]
+    (lambda: crossfade.install(net(), 3, total_steps=2), None),
     (lambda: installed(total=0), None),
     (lambda: installed(release="x"), None),
     (lambda: list(surgery.stages(net())), None),

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def build(student: StudentLike, teacher: nn.Module, site: SiteInfo) -> nn.Module
                 "the factory returned no module.", where=site.path, expected="an nn.Module", got=type(module).__name__
             )
         _refuse_shared(module, site)
-        _place(module, teacher, first, device)
+        _place(module, teacher, first, device, site.model.parameters())
     for parameter in module.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(True)
@@ -144,14 +144,17 @@ def _make(like: StudentLike, teacher: nn.Module, site: SiteInfo) -> Any:
         ) from error
 
 
-def _place(module: nn.Module, teacher: nn.Module, first: Tensor | None, device: torch.device) -> None:
+def _place(
+    module: nn.Module, teacher: nn.Module, first: Tensor | None, device: torch.device, others: Iterable[Tensor]
+) -> None:
     """Move the student to the teacher's device and floating dtype (the dtype of its first floating tensor)."""
     for name, tensor in named_tensors(module):
         if tensor.device.type == "meta":
             raise StudentError(
                 "a tensor of the student is on the meta device.", where=name, do="build it with real values"
             )
-    floating = next((t for _, t in named_tensors(teacher) if t.is_floating_point()), first)
+    candidates = [*(t for _, t in named_tensors(teacher)), *([] if first is None else [first]), *others]
+    floating = next((t for t in candidates if t.is_floating_point()), None)
     keep = bool(getattr(module, "crossfade_keep_dtype", False))
     module.to(device=device, dtype=None if keep or floating is None else floating.dtype)
 

@@ -52,12 +52,12 @@ class Normal:
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
                 continue
-            if parameter.dim() >= 2:
-                parameter.normal_(0.0, self.std)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.zero_()
             elif is_norm and name == "weight":
                 parameter.fill_(1.0)
+            elif parameter.dim() >= 2:
+                parameter.normal_(0.0, self.std)
         if getattr(module, "track_running_stats", False):
             module.reset_running_stats()  # type: ignore[operator]  # torch types attributes of a module as tensors.
 
@@ -157,7 +157,9 @@ def _reset(module: nn.Module) -> None:
 def _learned(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Floating-point parameters and persistent buffers: what training has written."""
     saved = set(module.state_dict())
-    return [(name, t) for name, t in named_tensors(module) if t.is_floating_point() and name in saved]
+    return [
+        (name, t) for name, t in named_tensors(module) if (t.is_floating_point() or t.is_complex()) and name in saved
+    ]
 
 
 def _still_equal(tensor: Tensor, original: Tensor) -> bool:
