@@ -452,9 +452,9 @@ def test_that_public_attributes_come_from_the_teacher_and_tensors_are_reported_o
     blend = blend_of(Attention(), Attention())
     assert blend.heads == 2
     with pytest.raises(AttributeError):
-        blend.no_such_thing  # noqa: B018
+        blend.no_such_thing  # noqa: B018 - reading it is the test
     with pytest.raises(AttributeError):
-        blend._no_such_thing  # noqa: B018
+        blend._no_such_thing  # noqa: B018 - reading it is the test
     teacher = nn.Linear(4, 4)
     reader = blend_of(teacher, nn.Linear(4, 4))
     with pytest.warns(CrossfadeWarning, match=r"a\.b.*'bias'"):

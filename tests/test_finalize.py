@@ -278,6 +278,7 @@ def test_the_receipt():
         "swap": 0,
         "index": 1,
         "n": 2,
+        "carry": [],
         "teacher": "Attention",
         "student": "Attention",
         "parameters_before": parameters,

@@ -248,13 +248,6 @@ def test_that_adaptive_refuses_nonsense(settings):
         Adaptive(**settings)
 
 
-@pytest.mark.parametrize("at_most", [1.0, schedules.linear(1.0, 0.1), schedules.in_steps(0.5, 10)])
-def test_that_the_bound_of_adaptive_must_end_at_zero(at_most):
-    # Its docstring promises that the fade ends whatever the students do.
-    with pytest.raises(PlanError):
-        Adaptive(at_most=at_most)
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -124,7 +124,7 @@ def test_that_nothing_is_pickled_and_nothing_imported(folder, monkeypatch):
     monkeypatch.setattr(torch, "load", refuse)
     real, seen = builtins.__import__, []
 
-    def spy(name, globals=None, *rest):  # noqa: A002
+    def spy(name, globals=None, *rest):  # noqa: A002 - the name is Python's own
         if globals is not None and str(globals.get("__name__", "")).startswith("crossfade"):
             seen.append(name)
         return real(name, globals, *rest)

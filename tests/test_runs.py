@@ -81,7 +81,7 @@ def test_that_a_chain_answers_for_its_first_module():
     chain = Chain((a, b))
     assert chain.kind == "first"
     with pytest.raises(AttributeError):
-        chain.nothing  # noqa: B018
+        chain.nothing  # noqa: B018 - reading it is the test
 
 
 def test_that_a_pass_through_returns_its_input_in_the_blocks_structure():

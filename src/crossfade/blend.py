@@ -37,6 +37,14 @@ class Route(enum.Enum):
     STUDENT = "student"
 
 
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory behind a graph node of its own.
+
+    A clone has one too: gradients are then summed in one order whether inputs are copied or not, to the last bit.
+    """
+    return tensor.view_as(tensor)
+
+
 class _Connect(torch.autograd.Function):
     """A copy of a tensor that hangs on the student's parameters: no gradient for them, or zeros under DDP."""
 
@@ -324,7 +332,7 @@ class Blend(nn.Module):
         """
         outputs.refuse_caches((args, kwargs), self.path)
         own = (args, kwargs)
-        spare = outputs.map_tensors(own, outputs.once(torch.clone) if self.writes_input is not False else lambda x: x)
+        spare = outputs.map_tensors(own, outputs.once(torch.clone if self.writes_input is not False else _alias))
         if torch.compiler.is_compiling():  # Version counters are not traced; copies stay until an eager call has shown.
             return (own, spare, lambda: None) if teacher_leads else (spare, own, lambda: None)
         held = [x for x in (*outputs.tensors(own), *outputs.tensors(spare)) if not x.is_inference()]

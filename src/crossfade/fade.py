@@ -471,14 +471,7 @@ class Fade:
         """Take step, length, alphas and gates of another fade: for an averaged (EMA) copy of its model."""
         self._alive("follow")
         self.total_steps = other.total_steps
-        for mine, theirs in zip(self.sites, other.sites, strict=True):
-            mine.power = copy.copy(theirs.power)
-            for name in ("where", "structure", "bare_student", "cast"):
-                setattr(mine.blend, name, getattr(theirs.blend, name))
-            if theirs.blend.teacher is None:  # Averaging pairs parameters by position: both have the same ones.
-                state.release(mine)
-            if isinstance(mine.driver, Controller) and isinstance(theirs.driver, Controller):
-                mine.driver.load_state_dict(theirs.driver.state_dict())
+        state.follow(self.sites, other.sites)
         self.seek(other.step_count)
 
     # ---- the end -----------------------------------------------------------------------------------------------
@@ -580,13 +573,7 @@ class Fade:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: note the padding mask, keep frozen statistics in eval."""
-        for site in self.sites:
-            for teacher in site.blend.teacher.modules() if site.blend.teacher is not None else ():
-                if teacher.training:  # Set by a loop over all modules, past `train()` of the blend.
-                    teacher.eval()
-        for frozen, _ in self._statistics:
-            if frozen.training:
-                frozen.eval()
+        training.keep_in_eval(self.sites, self._statistics)
         mask = outputs.mask_argument(self._forward_names, args, kwargs)
         records = module.training and torch.is_grad_enabled()
         if records and (self._seen or self.ledger.finite or self.ledger.similarities) and self._no_gradients():

@@ -73,7 +73,8 @@ class Adaptive:
         low: Similarity at which the fade begins.
         high: Similarity at which the student has taken over.
         smoothing: Weight of the past in the exponential moving average of the similarity, in [0, 1).
-        at_most: Upper bound of alpha over the run; must end at 0.
+        at_most: Upper bound of alpha over the run. One that does not end at 0 leaves it to the students whether
+            the fade ends; `finalize` refuses if they did not.
     """
 
     low: float = 0.5
@@ -87,9 +88,6 @@ class Adaptive:
             raise PlanError(
                 "the similarities are out of order.", expected="-1 <= low < high <= 1", got=(self.low, self.high)
             )
-        end = value_at(as_schedule(self.at_most), 2**62, 1)
-        if end != 0.0:
-            raise PlanError("the upper bound of alpha must end at 0.", where="at_most", expected=0.0, got=end)
         if not 0.0 <= self.smoothing < 1.0:
             raise PlanError("smoothing is out of range.", expected="0 <= smoothing < 1", got=self.smoothing)
 

@@ -96,7 +96,7 @@ def _normal(output: Any, where: Where) -> Where:
             return int(output._fields.index(where))  # type: ignore[union-attr]  # a named tuple
         return where + len(output) if isinstance(where, int) and where < 0 else where
     fields = _fields(output)
-    if isinstance(where, int) and fields is not None:
+    if isinstance(where, int) and fields is not None and type(output) is not dict:
         keys = [key for key, value in fields.items() if value is not None]
         return keys[where] if -len(keys) <= where < len(keys) else where
     return where

@@ -59,6 +59,7 @@ def save(
     if "_crossfade" in model.__dict__:
         raise PersistError(
             "the model is still fading.",
+            got="a model with an installed plan",
             do="finalize it first; in mid-fade save model.state_dict() and fade.state_dict()",
         )
     receipt = receipt or receipt_of(model)
@@ -130,7 +131,7 @@ def load(
                     "a site of the recipe cannot be rebuilt.",
                     where=path,
                     got=str(error).split("\n  what to do")[0],
-                    do="pass the right base, or students=",
+                    do="pass students=, or the right base",
                 ) from error
         _fill(model, tensors)
     remember(model, receipt)

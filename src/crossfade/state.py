@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,18 @@ def release(site: Site) -> None:
     for filler in site.fillers:
         filler.held = (filler.held[0], None)
     site.blend.release()
+
+
+def follow(sites: list[Site], others: list[Site]) -> None:
+    """Take calibration, structures, controllers and releases of another fade of the same plan."""
+    for mine, theirs in zip(sites, others, strict=True):
+        mine.power = copy.copy(theirs.power)
+        for name in ("where", "structure", "bare_student", "cast"):
+            setattr(mine.blend, name, getattr(theirs.blend, name))
+        if theirs.blend.teacher is None:  # Averaging pairs parameters by position: both have the same ones.
+            release(mine)
+        if isinstance(mine.driver, Controller) and isinstance(theirs.driver, Controller):
+            mine.driver.load_state_dict(theirs.driver.state_dict())
 
 
 # ---- measurements ------------------------------------------------------------------------------------------------

@@ -84,6 +84,17 @@ def frozen_statistics(model: nn.Module, sites: list[Site]) -> list[nn.Module]:
     ]
 
 
+def keep_in_eval(sites: list[Site], statistics: list[tuple[nn.Module, bool]]) -> None:
+    """Teachers and frozen statistics, also after a loop over all modules that set them to train."""
+    for site in sites:
+        for module in site.blend.teacher.modules() if site.blend.teacher is not None else ():
+            if module.training:
+                module.eval()
+    for frozen, _ in statistics:
+        if frozen.training:
+            frozen.eval()
+
+
 def parameter_groups(
     model: nn.Module,
     sites: list[Site],
@@ -116,8 +127,7 @@ def parameter_groups(
     for pattern in patterns:
         if pattern not in used:
             raise SelectionError(
-                "no_decay: a pattern matches no trainable parameter.",
-                got=repr(pattern),
+                f"no_decay: the pattern {pattern!r} matches no trainable parameter.",
                 expected="a glob on parameter or module paths, such as '*norm*' or 'head'",
             )
     return list(groups.values())

@@ -88,6 +88,7 @@ def test_outputs_made_in_inference_mode_are_taken(teacher: Any, gate: str, reduc
     plain.blocks[0].attn.teacher.load_state_dict(model.blocks[0].attn.teacher.state_dict())
     optimizer = torch.optim.SGD(fade.parameter_groups(), lr=0.0)
     fade.attach(optimizer)
+    plain_fade.attach(torch.optim.SGD(plain_fade.parameter_groups(), lr=0.0))
     for _ in range(2):  # The first step copies inputs and calibrates, the second does not.
         model.zero_grad()
         plain.zero_grad()

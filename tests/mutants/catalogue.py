@@ -344,9 +344,9 @@ MUTANTS = [
     ),
     Mutant(
         "frozen statistics move",
-        "fade.py",
-        "            if frozen.training:\n                frozen.eval()\n",
-        "            pass\n",
+        "training.py",
+        "        if frozen.training:\n            frozen.eval()\n",
+        "        pass\n",
         "tests/laws/test_install.py::test_frozen_statistics_do_not_move_while_the_students_train",
     ),
 ]

@@ -341,6 +341,16 @@ def put_back_gone() -> None:
     finalize.put_teacher_back(changes.Changes(), fade.model, fade.sites[0])
 
 
+def unknown_plan() -> finalize.Receipt:
+    return finalize.Receipt({}, 1, 1, False, False, None, {"kind": "plan:NoSuchPlan"})
+
+
+def late_negative_lambda() -> None:
+    # Between the hundredths at which a schedule is checked beforehand.
+    dip = guidance.DeepFeatureGuidance(schedule=lambda t: -1.0 if 0.5 < t < 0.51 else 1.0)
+    guidance.lambda_at(dip, "blocks.0.attn", 0, 1, alpha=0.5, step=505, total=1000)
+
+
 def wrong_rebuild() -> None:
     persist.load(saved(), base=nn.Sequential(nn.Linear(1, 1)))
 
@@ -444,8 +454,12 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     # persist
     (lambda: persist.save(installed().model, tempfile.mkdtemp()), None),
     (unsaved, None),
-    (wrong_rebuild, "blocks.1.attn"),
-    (lambda: persist.load(saved(student=lambda t, s: Attention()), base=net()), "blocks.1.attn"),
+    (wrong_rebuild, "blocks.0.attn"),
+    (lambda: persist.load(saved(student=lambda t, s: Attention()), base=net()), "blocks.0.attn"),
+    (lambda: persist._plain({"accuracy": math.nan}), "notes"),
+    (lambda: persist._plan(unknown_plan(), needed=True), "crossfade.json"),
+    (lambda: installed(carry=["no_such_name"]), "blocks.0.attn.no_such_name"),
+    (late_negative_lambda, "blocks.0.attn"),
     (lambda: persist.load(saved(), base=net(layers=3)), "blocks.2"),
     (lambda: persist.load(saved(), base=wider_base()), "head."),
     (lambda: persist.load(tempfile.mkdtemp(), base=net()), persist.RECIPE),

@@ -33,29 +33,35 @@ class Settings:
     """The recipe. What was tried, and why these: docs/results/demo.md; chosen on validation topics.
 
     Attributes:
-        batch_size: Texts per optimizer step, in both arms.
         weight_decay: On matrices, in both arms.
         clip: Gradient norm, in both arms.
-        capture_share: Part of the budget after which no more texts are captured.
+        betas: Of AdamW, in the fade and in the student-only arm.
+        capture_share: Part of the time for alignment after which no more texts are captured.
         align_share: Part of the budget that capture and alignment take; the fade has the rest.
+        align_batch: Texts per step of the alignment. Small batches get further per second.
         align_lr: Peak rate of the alignment.
-        fade_lr: Peak rate of the fade.
+        fade_batch: Texts per step of the fade.
+        fade_lr: Peak rate of the fade. The students are good by then; a higher rate undoes some of it.
         fade_until: Progress at which alpha reaches 0; guidance stays on to the end.
         task_weight: Factor of the task loss beside the guidance, which is a sum over all sites.
+        student_only_batch: Texts per step of the student-only arm.
         student_only_lr: Peak rate of the student-only arm.
         curve_points: Measurements of a curve, roughly.
     """
 
-    batch_size: int = 16
     weight_decay: float = 0.05
     clip: float = 1.0
-    capture_share: float = 0.25
-    align_share: float = 0.7
-    align_lr: float = 1e-2
-    fade_lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    capture_share: float = 0.3
+    align_share: float = 0.8
+    align_batch: int = 4
+    align_lr: float = 3e-3
+    fade_batch: int = 16
+    fade_lr: float = 3e-4
     fade_until: float = 0.8
     task_weight: float = 10.0
-    student_only_lr: float = 3e-3
+    student_only_batch: int = 4
+    student_only_lr: float = 1e-3
     curve_points: int = 10
 
 
@@ -112,20 +118,21 @@ class _Joint:
     clock: Clock
     task_weight: float
     lr: float
+    batch_size: int
     seed: int
 
     def __post_init__(self) -> None:
-        # Lists of batches are drawn per pass; both arms draw the same ones.
+        # Batches are drawn anew for every pass over the texts.
         self._dice = torch.Generator().manual_seed(self.seed)
         self._queue: list[Tensor] = []
         groups = self.fade.parameter_groups(weight_decay=self.settings.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        self._optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.settings.betas, fused=True)
         self._trained = [p for group in groups for p in group["params"]]
 
     def backward(self) -> tuple[float, float]:
         """Both losses of the next batch, gradients added; no step."""
         if not self._queue:
-            self._queue = by_length(self.data.tokens["train"], self.settings.batch_size, self._dice)
+            self._queue = by_length(self.data.tokens["train"], self.batch_size, self._dice)
         batch, target = self.data.batch(self._queue.pop())
         task = 1.0 - functional.cosine_similarity(embed(self.fade.model, batch), target).mean()
         guidance = self.fade.guidance()
@@ -186,7 +193,7 @@ def student_only(
     clock = Clock()
     fade = install(model, _plan(sites, seed, Deterministic(0.0), None), total_steps=1)
     arm = Arm(model)
-    joint = _Joint(fade, data, settings, clock, 1.0, settings.student_only_lr, seed)
+    joint = _Joint(fade, data, settings, clock, 1.0, settings.student_only_lr, settings.student_only_batch, seed)
     marks = iter([(k + 1) / settings.curve_points for k in range(settings.curve_points)])
     following = next(marks)
 
@@ -274,7 +281,7 @@ class _Alignment:
             self.capture(),
             steps=self.steps,
             lr=self.settings.align_lr,
-            batch_size=self.settings.batch_size,
+            batch_size=self.settings.align_batch,
             check_every=max(1, self.steps // 6),
             patience=None,
             progress=self.after,
@@ -296,9 +303,9 @@ class _Alignment:
         times: dict[str, list[float]] = {}
         report = handle(twin).align(
             [self.data.batch(index)[0]],
-            steps=6,
-            batch_size=self.settings.batch_size,
-            check_every=6,
+            steps=12,
+            batch_size=self.settings.align_batch,
+            check_every=12,
             patience=None,
             progress=lambda site, *_: times.setdefault(site, []).append(self.clock.seconds),
         )
@@ -307,12 +314,12 @@ class _Alignment:
         return sum(costs) / len(costs), report.capture_seconds / len(index)
 
     def plan(self, step: float, capture: float) -> None:
-        """How many steps fit. Measuring teacher and students costs about a third of a step per batch seen."""
+        """How many steps fit, with a margin, beside the measurements (forward only, in larger batches)."""
         texts = len(self.data.targets["train"])
         left = self.end - self.clock.seconds
         left -= min(texts * capture, self.settings.capture_share * self.end)
-        measuring = texts * (1.0 + 8 * 0.1) / self.settings.batch_size / 3.0
-        self.steps = max(FEWEST_STEPS, int(left / len(self.paths) / step - measuring))
+        measuring = texts * (1.0 + 8 * 0.1) / self.settings.align_batch / 6.0
+        self.steps = max(FEWEST_STEPS, int(0.95 * left / len(self.paths) / step - measuring))
 
     def capture(self) -> Iterator[Batch]:
         """Training texts in random order, as many as the time for it allows; at least one batch."""
@@ -352,7 +359,8 @@ def _fade_out(
     meter: Meter,
 ) -> None:
     """The rest of the budget: alpha to 0, guidance kept, the task loss beside it."""
-    joint = _Joint(fade, data, settings, clock, settings.task_weight, settings.fade_lr, plan.seed)
+    weight, lr, batch = settings.task_weight, settings.fade_lr, settings.fade_batch
+    joint = _Joint(fade, data, settings, clock, weight, lr, batch, plan.seed)
     fade.begin(plan, 10)
     fade.seek(4)  # In mid-fade, where a step costs most.
     cost = joint.seconds_per_step()
