@@ -443,3 +443,10 @@ def test_that_no_damage_of_the_recipe_ends_in_anything_but_a_persist_error(copie
                 base = net()
                 before = portrait(base)
     assert wrong == []
+
+
+def test_that_the_weights_are_as_readable_as_the_recipe(tmp_path):
+    model = finalized()
+    persist.save(model, tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes[persist.WEIGHTS] == modes[persist.RECIPE]

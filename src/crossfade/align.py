@@ -42,6 +42,9 @@ class Settings:
         steps: Most optimizer steps per site.
         lr: Peak learning rate of AdamW; 5 warm-up steps, then a cosine to 0.
         batch_size: Samples per step.
+        betas: Of AdamW. A shorter memory of the squared gradients than torch's 0.999: the error falls by orders of
+            magnitude within a few hundred steps, and old large gradients would keep the steps small
+            (docs/results/demo.md has the comparison).
         weight_decay: On matrices only.
         clip: Gradient norm per site.
         holdout: Share of the captured samples on which the error is measured.
@@ -53,6 +56,7 @@ class Settings:
     steps: int = 400
     lr: float = 1e-2
     batch_size: int = 16
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.05
     clip: float = 1.0
     holdout: float = 0.1
@@ -65,6 +69,7 @@ class Settings:
             "steps": self.steps >= 1,
             "lr": self.lr > 0.0,
             "batch_size": self.batch_size >= 1,
+            "betas": all(0.0 <= beta < 1.0 for beta in self.betas),
             "weight_decay": self.weight_decay >= 0.0,
             "clip": self.clip > 0.0,
             "holdout": 0.0 < self.holdout < 1.0,
@@ -76,7 +81,7 @@ class Settings:
                 raise PlanError(
                     "a setting of align is out of range.",
                     where=name,
-                    expected="a positive number (holdout below 1, patience None or >= 1)",
+                    expected="a positive number (holdout and betas below 1, patience None or >= 1)",
                     got=getattr(self, name),
                 )
 
@@ -419,4 +424,4 @@ def _optimizer(student: nn.Module, settings: Settings) -> torch.optim.AdamW:
         if params
     ]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
-    return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=fused)

@@ -379,7 +379,8 @@ class Fade:
             loss: The error to minimise; default `DeepFeatureGuidance()` (relative).
             forward: `(model, batch)` -> anything, for batches that need another call.
             progress: `(site, step, loss)` after each step; return True to end that site.
-            settings: Further fields of `align.Settings` (holdout, patience, check_every, clip, weight_decay, dropout).
+            settings: Further fields of `align.Settings` (betas, holdout, patience, check_every, clip, weight_decay,
+                dropout).
 
         Returns:
             An `AlignReport`: held-out error and cosine, steps and seconds per site. It prints as a table.

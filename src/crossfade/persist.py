@@ -74,7 +74,10 @@ def save(
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     temporary = target / f".{WEIGHTS}.part"
+    temporary.touch()  # safetensors makes its files readable by their owner alone; the mode is to be the usual one.
+    mode = temporary.stat().st_mode
     save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(mode)
     recipe = {
         "format": FORMAT,
         "versions": {"crossfade": version("crossfade"), "torch": torch.__version__},

@@ -43,7 +43,8 @@ def _demo(
     seconds: Annotated[float, typer.Option(min=0.1, help="Training budget of each of the two arms.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the new modules and of the order of the data.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; 1 is often faster on a busy machine.")
+        int | None,
+        typer.Option(min=1, help="Threads of torch; default: 1 or torch's own choice, whichever is faster now."),
     ] = None,
     sites: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Modules to replace; default: all self-attentions.")

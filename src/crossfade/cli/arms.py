@@ -19,13 +19,14 @@ from ..guidance import DeepFeatureGuidance
 from ..plan import Plan
 from ..students import Reinit
 from ..surgery import install
-from .data import Batch, Data, by_length
+from .data import Batch, Data, by_length, trim
 from .models import Encoder, embed, no_dropout
 from .progress import Clock, Meter
 
 __all__ = ["Arm", "Settings", "cold", "crossfade", "student_only"]
 
 FEWEST_STEPS = 5  # of each stage, however short the budget is
+REHEARSED, STEPS_REHEARSED = 2, 25  # sites and steps of the rehearsal
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Settings:
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     capture_share: float = 0.3
-    align_share: float = 0.8
+    align_share: float = 0.85
     align_batch: int = 4
     align_lr: float = 3e-3
     fade_batch: int = 16
@@ -62,7 +63,7 @@ class Settings:
     task_weight: float = 10.0
     student_only_batch: int = 4
     student_only_lr: float = 1e-3
-    curve_points: int = 10
+    curve_points: int = 8
 
 
 @dataclass
@@ -163,15 +164,13 @@ class _Joint:
             after(step, task, guidance)
         return step
 
-    def seconds_per_step(self, repeats: int = 3) -> float:
-        """Mean cost of a step, from dry runs: gradients are thrown away."""
+    def seconds_per_step(self) -> float:
+        """Cost of a step, from a dry run: its gradients are thrown away."""
         self.fade.model.train()
-        self.backward()  # The first one is slower.
         begin = self.clock.seconds
-        for _ in range(repeats):
-            self.backward()
+        self.backward()
         self._optimizer.zero_grad()
-        return (self.clock.seconds - begin) / repeats
+        return self.clock.seconds - begin
 
 
 # ---- student-only --------------------------------------------------------------------------------------------------
@@ -299,27 +298,37 @@ class _Alignment:
     def rehearse(self) -> tuple[float, float]:
         """Seconds per step of one site, and seconds of capture per text: from a few steps of a copy."""
         twin = copy.deepcopy(self.fade.model)
-        index = self.batches[len(self.batches) // 2][:32]
+        texts = len(self.data.targets["train"])
+        sample = torch.arange(min(64, texts)) * texts // min(64, texts)
+        tokens = {name: tensor[sample] for name, tensor in self.data.tokens["train"].items()}
         times: dict[str, list[float]] = {}
+
+        def note(path: str, step: int, _: float) -> bool:
+            times.setdefault(path, []).append(self.clock.seconds)
+            return len(times) > REHEARSED  # The other sites are of the same kind.
+
         report = handle(twin).align(
-            [self.data.batch(index)[0]],
-            steps=12,
+            [trim({name: tensor[index] for name, tensor in tokens.items()}) for index in by_length(tokens, 16)],
+            steps=STEPS_REHEARSED,
             batch_size=self.settings.align_batch,
-            check_every=12,
+            check_every=STEPS_REHEARSED,
             patience=None,
-            progress=lambda site, *_: times.setdefault(site, []).append(self.clock.seconds),
+            progress=note,
         )
-        # The first steps of a site also make the optimizer's state.
-        costs = [(seen[-2] - seen[1]) / (len(seen) - 3) for seen in times.values()]
-        return sum(costs) / len(costs), report.capture_seconds / len(index)
+        # The first step of a site also makes the optimizer's state.
+        costs = [(seen[-1] - seen[0]) / (len(seen) - 1) for seen in list(times.values())[:REHEARSED]]
+        return sum(costs) / len(costs), report.capture_seconds / len(sample)
 
     def plan(self, step: float, capture: float) -> None:
-        """How many steps fit, with a margin, beside the measurements (forward only, in larger batches)."""
+        """How many steps fit beside the measurements (forward only, in larger batches), with a margin.
+
+        A site that is cut off early has not seen the low rates, which costs more than a few steps less.
+        """
         texts = len(self.data.targets["train"])
         left = self.end - self.clock.seconds
         left -= min(texts * capture, self.settings.capture_share * self.end)
         measuring = texts * (1.0 + 8 * 0.1) / self.settings.align_batch / 6.0
-        self.steps = max(FEWEST_STEPS, int(0.95 * left / len(self.paths) / step - measuring))
+        self.steps = max(FEWEST_STEPS, int(0.9 * left / len(self.paths) / step - measuring))
 
     def capture(self) -> Iterator[Batch]:
         """Training texts in random order, as many as the time for it allows; at least one batch."""
@@ -366,7 +375,7 @@ def _fade_out(
     cost = joint.seconds_per_step()
     steps = max(FEWEST_STEPS, int((seconds - clock.seconds) / cost))
     fade.begin(plan, steps)
-    begin, every = clock.seconds, max(1, round(steps / settings.curve_points))
+    begin, every = clock.seconds, max(1, round(2 * steps / settings.curve_points))
 
     def progress(step: int) -> float:
         # A machine that has become slower skips steps of the schedule; the fade must end within the budget.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..metrics import cosine_sum, count
@@ -19,9 +19,9 @@ from ..persist import load, save
 from . import text
 from .arms import Settings, cold, crossfade, student_only
 from .console import need, staging
-from .data import Data, by_length, cosine, encode, trim
+from .data import Data, by_length, cosine, encode
 from .figures import interface_figure, learning_figure
-from .models import Encoder, find_attentions, load_encoder
+from .models import Encoder, find_attentions, load_encoder, use_threads
 from .progress import meter
 from .report import command, score_table, surroundings, versions, write_json
 
@@ -30,7 +30,7 @@ __all__ = ["demo"]
 LENGTH = 64  # tokens per paragraph
 # Paragraphs that are used at most. The curves need few validation texts, which cost seconds at every point; a user's
 # whole book would be embedded before the training begins.
-MOST = {"train": 2048, "validation": 64, "held_out": 512}
+MOST = {"train": 2048, "validation": 64, "held_out": 300}
 
 
 def demo(
@@ -51,7 +51,7 @@ def demo(
         out: Folder for `results.json`, the figures and the saved model.
         seconds: Training budget of each arm.
         seed: Of the students and of the order of the data.
-        threads: For torch; None leaves its own choice.
+        threads: For torch; None tries its own choice and 1, and takes the faster.
         sites: Pattern of the modules to replace; None finds the attentions.
 
     Returns:
@@ -62,8 +62,6 @@ def demo(
     """
     begin = time.perf_counter()
     need("matplotlib", "cli")  # Asked for at once: it is used only after the training.
-    if threads is not None:
-        torch.set_num_threads(threads)
     console = Console()
     with staging(out) as folder:
         split = _read(texts)
@@ -71,6 +69,10 @@ def demo(
         pattern, selection = find_attentions(encoder.model, sites)
         selection.check()
         _greet(console, encoder, split, pattern, selection.table())
+        used = use_threads(encoder, split.train, threads)
+        console.print(
+            f"{used} thread{'' if used == 1 else 's'}, {seconds:g} s of training for each arm\n", highlight=False
+        )
         data = Data.of(encoder, split)
         results = _run(console, encoder, data, pattern, selection.paths, folder, seconds=seconds, seed=seed)
         results["seconds"]["everything"] = time.perf_counter() - begin
@@ -116,19 +118,19 @@ def _run(
             encoder, data, pattern, settings=settings, seconds=budget, least_steps=least, seed=seed, meter=line
         )
         line.done(hard.total, "done")
-    models = {"original": encoder.model, "floor": floor, "student_only": hard.model, "crossfade": ours.model}
-    scores = {name: data.score(found, "held_out") for name, found in models.items()}
+    models = {"floor": floor, "student_only": hard.model, "crossfade": ours.model}
+    vectors = {name: encode(found, data.tokens["held_out"]) for name, found in models.items()}
+    vectors["original"] = data.targets["held_out"]
+    scores = {name: cosine(found, data.targets["held_out"]) for name, found in vectors.items()}
     return {
         **scores,
         "baseline": _constant(data, "held_out"),
         "validation": {"baseline": _constant(data, "validation"), "floor": ours.curve[0][1]},
         "seconds": {"crossfade": ours.total, "student_only": hard.total, **ours.seconds},
         "steps": {"crossfade": ours.steps, "student_only": hard.steps},
-        "reload_max_abs_diff": _reload(encoder, ours.model, data, folder / "model", scores),
+        "reload_max_abs_diff": _reload(encoder, ours.model, data, folder / "model", vectors["crossfade"]),
         "curves": {"crossfade": ours.curve, "student_only": hard.curve},
-        "interface": {
-            name: _interface(encoder.model, found, paths, data) for name, found in models.items() if name != "original"
-        },
+        "interface": _interface(encoder.model, models, paths, data),
         "details": {"crossfade": ours.facts, "student_only": hard.facts},
         "config": {
             "model": encoder.source,
@@ -148,43 +150,47 @@ def _constant(data: Data, part: str) -> float:
 
 
 @torch.no_grad()
-def _interface(original: nn.Module, model: nn.Module, paths: Sequence[str], data: Data) -> dict[str, float]:
-    """Cosine of each site's student and teacher on the teacher's input, over real positions of the held-out text."""
-    sums = {path: [0.0, 0.0] for path in paths}
-    mask: torch.Tensor | None = None
+def _interface(
+    original: nn.Module, models: Mapping[str, nn.Module], paths: Sequence[str], data: Data
+) -> dict[str, dict[str, float]]:
+    """Cosine of each site's students and teacher on the teacher's input, over real positions of the held-out text."""
+    sums = {name: dict.fromkeys(paths, 0.0) for name in models}
+    positions = dict.fromkeys(paths, 0.0)
+    mask: Tensor | None = None
+
+    def compare(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        theirs = main(output, find_main(output))
+        valid = None if mask is None else valid_positions(mask, theirs, path)
+        positions[path] += float(count(theirs, valid))
+        for name, model in models.items():
+            answer = model.get_submodule(path)(*args, **kwargs)
+            sums[name][path] += float(cosine_sum(main(answer, find_main(answer)), theirs, valid))
 
     def hook(path: str) -> Any:
-        student = model.get_submodule(path)
+        def compare_here(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            compare(path, args, kwargs, output)
 
-        def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            answer = student(*args, **kwargs)
-            theirs, mine = main(output, find_main(output)), main(answer, find_main(answer))
-            valid = None if mask is None else valid_positions(mask, theirs, path)
-            sums[path][0] += float(cosine_sum(mine, theirs, valid))
-            sums[path][1] += float(count(theirs, valid))
-
-        return compare
+        return compare_here
 
     hooks = [original.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True) for path in paths]
     try:
         for index in by_length(data.tokens["held_out"], 64):
-            batch = trim({name: tensor[index] for name, tensor in data.tokens["held_out"].items()})
+            batch, _ = data.batch(index, "held_out")
             mask = batch["attention_mask"]
             original(**batch)
     finally:
         for handle in hooks:
             handle.remove()
-    return {path: total / max(positions, 1.0) for path, (total, positions) in sums.items()}
+    return {name: {path: row[path] / max(positions[path], 1.0) for path in paths} for name, row in sums.items()}
 
 
-def _reload(encoder: Encoder, model: nn.Module, data: Data, folder: Path, scores: dict[str, float]) -> float:
-    """Save, load onto the bare architecture, and compare embeddings of the held-out text."""
-    save(model, folder, notes={"held_out_cosine": scores["crossfade"], "base": encoder.source})
+def _reload(encoder: Encoder, model: nn.Module, data: Data, folder: Path, vectors: Tensor) -> float:
+    """Save, load onto the bare architecture, and compare embeddings of the held-out text. Shapes: [N, D]."""
+    save(model, folder, notes={"held_out_cosine": cosine(vectors, data.targets["held_out"]), "base": encoder.source})
     encoder.config.save_pretrained(folder)
     encoder.tokenizer.save_pretrained(folder)
     again = load(folder, base=encoder.build).eval()
-    held_out = data.tokens["held_out"]
-    return float((encode(again, held_out) - encode(model, held_out)).abs().max())
+    return float((encode(again, data.tokens["held_out"]) - vectors).abs().max())
 
 
 def _write(results: dict[str, Any], folder: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ __all__ = [
     "load_model",
     "no_dropout",
     "quiet",
+    "use_threads",
 ]
 
 # The demo's weights travel inside this package; anything else under its name would be another demo.
@@ -188,6 +191,29 @@ def load_encoder(name: str | None, *, length: int) -> Encoder:
         tokenizer.pad_token = tokenizer.eos_token
     length = min(length, getattr(model.config, "max_position_embeddings", None) or length)
     return Encoder(model.eval(), model.config, tokenizer, RELEASE if name is None else name, length)
+
+
+@torch.no_grad()
+def use_threads(encoder: Encoder, texts: Sequence[str], threads: int | None) -> int:
+    """Set torch's threads: as asked for, or the faster of one thread and torch's own choice.
+
+    On a machine that is busy with other work, threads that wait for each other can be several times slower than one.
+    """
+    own = torch.get_num_threads()
+    if threads is None and own > 1:
+        batch = encoder.tokens(texts[:8])
+        cost = {}
+        for n in (own, 1):
+            torch.set_num_threads(n)
+            times = []
+            for _ in range(6):
+                begin = perf_counter()
+                embed(encoder.model, batch)
+                times.append(perf_counter() - begin)
+            cost[n] = median(times[1:])
+        threads = min(cost, key=lambda n: cost[n])
+    torch.set_num_threads(threads or own)
+    return torch.get_num_threads()
 
 
 def find_attentions(model: nn.Module, pattern: str | None) -> tuple[str, Selection]:
