@@ -15,7 +15,7 @@ from crossfade.blend import Blend
 from crossfade.changes import Changes
 from crossfade.errors import CrossfadeError
 from crossfade.ledger import Ledger
-from crossfade.runs import Chain, PassThrough, call_shape, shorten
+from crossfade.runs import Chain, PassThrough, shorten
 from crossfade.students import Reinit
 from crossfade.targets import Run
 from tests.models import MLP, Net, batch, difference, equal, net, portrait
@@ -103,13 +103,6 @@ def test_that_a_pass_through_returns_its_input_in_the_blocks_structure():
     assert filler.kind == "here"
     assert not list(filler.parameters())
     assert not list(filler.children())
-
-
-def test_call_shape_ignores_the_main_input():
-    mask = torch.ones(1, dtype=torch.long)
-    a = call_shape((torch.zeros(1), mask), {"flag": 3})
-    assert a == call_shape((torch.ones(1), mask), {"flag": 3})
-    assert a != call_shape((torch.ones(1), mask.clone()), {"flag": 3})
 
 
 def test_that_shorten_sets_counters_and_indices_and_can_be_undone():

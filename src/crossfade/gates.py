@@ -145,10 +145,10 @@ def as_alpha(value: AlphaLike) -> Schedule | Resolver | Adaptive:
         as_alpha(value.at_most)
         return value
     if isinstance(value, Resolver):
-        for index in range(3):  # The number of sites is not known yet; install checks each site again.
-            as_alpha(value.resolve("", index, 3)) if not isinstance(
-                getattr(value, "choose", None), (list, tuple)
-            ) else None
+        # One schedule per site cannot be asked before the number of sites is known; install checks each site again.
+        if not isinstance(getattr(value, "choose", None), (list, tuple)):
+            for index in range(3):
+                as_alpha(value.resolve("", index, 3))
         return value
     schedule = as_schedule(value)
     steps = schedule.total if isinstance(schedule, InSteps) else 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from . import outputs
 from .blend import Blend
@@ -127,9 +127,3 @@ def _count(changes: Changes, owner: object, old: int, new: int, run: Run) -> Non
     kinds = own.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == old:
         changes.set(owner, "layer_types", kinds[: run.start + 1] + kinds[run.stop :])
-
-
-def call_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Identities of everything in a call but its main input: equal lists mean that a chain may repeat the call."""
-    hidden: Tensor = outputs.main_input(args, kwargs)
-    return [id(value) for value in (*args, *kwargs.values()) if value is not hidden]

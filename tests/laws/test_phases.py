@@ -14,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
 import crossfade
+from crossfade.blend import Blend
+from crossfade.ledger import Ledger
 from tests.models import GATES, adamw, batch, gates, net, plan, train
 
 
@@ -240,3 +242,18 @@ def test_alignment_phase_gives_students_only_the_guidance_gradient() -> None:
     (cross_entropy(model(ids), labels) + fade.guidance()).backward()
     found: list[Tensor] = [p.grad for site in fade.sites for p in site.blend.student.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_the_teachers_output_is_a_constant_target_of_the_guidance(alpha: float) -> None:
+    # The teacher runs with a graph here, since it is on the main path; the guidance must not pull it towards the student.
+    torch.manual_seed(0)
+    teacher, student, ledger = nn.Linear(4, 4), nn.Linear(4, 4), Ledger()
+    blend = Blend(teacher, student, path="fc", ledger=ledger).train()
+    blend.set(alpha=alpha, weight=alpha, hard=False)
+    blend.guide, blend.guided = crossfade.DeepFeatureGuidance(reduction="sum").error, True
+    x = torch.randn(3, 4, requires_grad=True)
+    blend(x)
+    (got,) = torch.autograd.grad(ledger.read()["fc"][0].error, x)
+    (right,) = torch.autograd.grad((student(x) - teacher(x).detach()).square().sum(), x)
+    torch.testing.assert_close(got, right)

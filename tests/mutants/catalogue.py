@@ -130,7 +130,7 @@ MUTANTS = [
         "blend.py",
         "target = t.detach()",
         "target = t",
-        "tests/laws/test_phases.py::test_alignment_phase_gives_students_only_the_guidance_gradient",
+        "tests/laws/test_phases.py::test_the_teachers_output_is_a_constant_target_of_the_guidance",
     ),
     Mutant(
         "guidance counted again when recomputed",
