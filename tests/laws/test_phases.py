@@ -246,7 +246,7 @@ def test_alignment_phase_gives_students_only_the_guidance_gradient() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_the_teachers_output_is_a_constant_target_of_the_guidance(alpha: float) -> None:
-    # The teacher runs with a graph here, since it is on the main path; the guidance must not pull it towards the student.
+    # The teacher runs with a graph, being on the main path; the guidance must not pull it towards the student.
     torch.manual_seed(0)
     teacher, student, ledger = nn.Linear(4, 4), nn.Linear(4, 4), Ledger()
     blend = Blend(teacher, student, path="fc", ledger=ledger).train()
