@@ -52,7 +52,7 @@ def test_that_the_reported_error_is_that_of_the_student_it_leaves():
     errors = {}
     for site in fade.sites:
         site.blend.register_forward_pre_hook(
-            lambda m, args, kwargs: errors.update({m.path: relative(m, args, kwargs)}), with_kwargs=True
+            lambda m, args, kwargs: errors.update({m.site_path: relative(m, args, kwargs)}), with_kwargs=True
         )
     with fade.view("teacher"), torch.no_grad():
         fade.model.eval()(torch.cat(BATCHES))
@@ -304,7 +304,7 @@ def test_that_no_batches_no_site_and_no_teacher_are_state_errors():
     with pytest.raises(StateError, match=r"blocks\.0\.attn"):
         installed().align(BATCHES, steps=1, forward=lambda model, ids: model.embed(ids))
     fade = installed()
-    fade.sites[0].blend.release()
+    fade.sites[0].blend.release_teacher()
     with pytest.raises(StateError):
         fade.align(BATCHES, steps=1)
 

@@ -81,7 +81,7 @@ def test_that_the_output_is_the_formula_in_the_teachers_structure(structure, bar
     teacher, student = Returns(wrap), Returns(STRUCTURES["tensor"] if bare else wrap)
     blend = blend_of(teacher, student)
     blend(X)  # The structure is learned from the teacher before it is gone from the path.
-    blend.set(alpha=weight, weight=weight, hard=False)
+    blend.set_gate(alpha=weight, weight=weight, hard=False)
     for mode in (True, False):
         out = blend.train(mode)(X)
         assert type(out) is type(teacher(X))
@@ -98,20 +98,20 @@ def test_the_routes(alpha, weight, hard, skip):
     if hard and weight == 0.4:
         return
     blend = linear_blend()
-    blend.set(alpha=alpha, weight=weight, hard=hard, skip=skip)
+    blend.set_gate(alpha=alpha, weight=weight, hard=hard, skip=skip)
     ends = {0.0: Route.STUDENT, 1.0: Route.TEACHER}
     assert blend.eval_route is ends.get(alpha, Route.MIX)
     selects = hard and not skip and alpha not in ends
-    assert blend.route is (Route.SELECT if selects else ends.get(weight, Route.MIX))
-    assert blend.alpha.item() == pytest.approx(alpha)
-    assert blend.weight.item() == pytest.approx(weight)
+    assert blend.train_route is (Route.SELECT if selects else ends.get(weight, Route.MIX))
+    assert blend.gate_alpha.item() == pytest.approx(alpha)
+    assert blend.gate_weight.item() == pytest.approx(weight)
 
 
 def test_that_tensors_are_written_in_place():
     blend = linear_blend()
-    places = blend.alpha.data_ptr(), blend.weight.data_ptr()
-    blend.set(alpha=0.5, weight=0.25, hard=False)
-    assert (blend.alpha.data_ptr(), blend.weight.data_ptr()) == places
+    places = blend.gate_alpha.data_ptr(), blend.gate_weight.data_ptr()
+    blend.set_gate(alpha=0.5, weight=0.25, hard=False)
+    assert (blend.gate_alpha.data_ptr(), blend.gate_weight.data_ptr()) == places
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_that_only_what_is_needed_runs(alpha, weight, hard, skip, teacher, stude
     blend = linear_blend()
     blend(X)  # The structure is known from here on.
     blend.teacher.calls = blend.student.calls = 0
-    blend.set(alpha=alpha, weight=weight, hard=hard, skip=skip)
+    blend.set_gate(alpha=alpha, weight=weight, hard=hard, skip=skip)
     blend(X)
     assert (blend.teacher.calls, blend.student.calls) == (teacher, student)
 
@@ -138,7 +138,7 @@ def test_that_only_what_is_needed_runs(alpha, weight, hard, skip, teacher, stude
 def test_that_selection_keeps_a_broken_branch_out_of_the_output_but_not_out_of_the_watch():
     blend = linear_blend()
     nn.init.constant_(blend.student.linear.weight, float("nan"))
-    blend.set(alpha=0.5, weight=1.0, hard=True)
+    blend.set_gate(alpha=0.5, weight=1.0, hard=True)
     assert torch.equal(blend(X), blend.teacher(X))
     assert not bool(blend.ledger.finite["a.b"])
 
@@ -147,8 +147,8 @@ def test_that_selection_keeps_a_broken_branch_out_of_the_output_but_not_out_of_t
 
 
 def guided(blend: Blend, weight: float, **settings: Any) -> Blend:
-    blend.set(alpha=weight, weight=weight, hard=False)
-    blend.guide = DeepFeatureGuidance(reduction="sum", **settings).error
+    blend.set_gate(alpha=weight, weight=weight, hard=False)
+    blend.guidance_error = DeepFeatureGuidance(reduction="sum", **settings).error
     blend.guided = True
     return blend
 
@@ -157,7 +157,7 @@ def guided(blend: Blend, weight: float, **settings: Any) -> Blend:
 def test_that_guidance_leaves_one_term_and_the_output_as_it_was(weight):
     blend = linear_blend()
     blend(X)
-    blend.set(alpha=weight, weight=weight, hard=False)
+    blend.set_gate(alpha=weight, weight=weight, hard=False)
     before = blend(X)
     out = guided(blend, weight)(X)
     assert torch.equal(out, before)
@@ -170,7 +170,7 @@ def test_that_guidance_leaves_one_term_and_the_output_as_it_was(weight):
 
 def test_that_eval_and_no_grad_leave_nothing():
     blend = guided(linear_blend(), 0.5)
-    blend.observe = True
+    blend.observing = True
     blend.eval()(X)
     assert not blend.ledger.terms
     assert not blend.ledger.similarities
@@ -229,7 +229,7 @@ def test_that_a_mask_in_the_sites_own_call_counts_when_the_forward_shows_none():
 
 def test_that_metrics_are_recorded_when_observed():
     blend = linear_blend()
-    blend.observe = True
+    blend.observing = True
     blend(X)
     (values,) = blend.ledger.similarities["a.b"]
     t, s = blend.teacher(X), blend.student(X)
@@ -241,7 +241,7 @@ def test_that_metrics_are_recorded_when_observed():
 
 def test_that_a_residual_site_compares_output_minus_input():
     blend = linear_blend(residual=True)
-    blend.observe = True
+    blend.observing = True
     blend(X)
     (values,) = blend.ledger.similarities["a.b"]
     t, s = blend.teacher(X) - X, blend.student(X) - X
@@ -256,7 +256,7 @@ def test_that_a_residual_site_compares_output_minus_input():
 def test_that_gradients_carry_the_weights_through_both(weight):
     x = X.clone().requires_grad_()
     blend = linear_blend()
-    blend.set(alpha=weight, weight=weight, hard=False)
+    blend.set_gate(alpha=weight, weight=weight, hard=False)
     blend(x).square().sum().backward()
     y = X.clone().requires_grad_()
     student = copy.deepcopy(blend.student)
@@ -270,7 +270,7 @@ def test_that_gradients_carry_the_weights_through_both(weight):
 def test_that_teacher_gradient_false_cuts_the_teachers_path_alone():
     x = X.clone().requires_grad_()
     blend = linear_blend(teacher_gradient=False)
-    blend.set(alpha=0.25, weight=0.25, hard=False)
+    blend.set_gate(alpha=0.25, weight=0.25, hard=False)
     blend(x).sum().backward()
     y = X.clone().requires_grad_()
     (0.75 * blend.student(y)).sum().backward()
@@ -315,7 +315,7 @@ class Wrong(nn.Module):
 )
 def test_that_outputs_which_do_not_agree_name_the_site(teacher, student, match):
     blend = blend_of(Wrong(teacher), Wrong(student))
-    blend.set(alpha=0.5, weight=0.5, hard=False)
+    blend.set_gate(alpha=0.5, weight=0.5, hard=False)
     with pytest.raises(OutputError, match=match) as caught:
         blend(X)
     assert "a.b" in str(caught.value)
@@ -325,7 +325,7 @@ def test_that_outputs_which_do_not_agree_name_the_site(teacher, student, match):
 def test_that_a_declared_output_is_the_one_that_is_blended(place):
     teacher, student = Returns(lambda y: (y.sum(), y)), Returns(lambda y: (y.sum(), y))
     blend = blend_of(teacher, student, output=place)
-    blend.set(alpha=0.25, weight=0.25, hard=False)
+    blend.set_gate(alpha=0.25, weight=0.25, hard=False)
     out = blend(X)
     expected = torch.lerp(student.linear(X), teacher.linear(X), torch.tensor(0.25))
     assert torch.equal(out[1], expected)
@@ -346,7 +346,7 @@ class WritesInput(nn.Module):
 def test_that_a_module_which_writes_into_its_input_does_not_reach_the_other(side):
     writer, other = WritesInput(), Returns()
     blend = blend_of(writer, other) if side == "teacher" else blend_of(other, writer)
-    blend.set(alpha=0.5, weight=0.5, hard=False)
+    blend.set_gate(alpha=0.5, weight=0.5, hard=False)
     for _ in range(3):
         out = blend(X.clone())
         expected = 0.5 * writer.linear(2 * X) + 0.5 * other.linear(X)
@@ -357,7 +357,7 @@ def test_that_a_write_after_the_first_call_is_an_error():
     writer = WritesInput()
     writer.active = False
     blend = blend_of(writer, Returns())
-    blend.set(alpha=0.5, weight=0.5, hard=False)
+    blend.set_gate(alpha=0.5, weight=0.5, hard=False)
     blend(X.clone())
     writer.active = True
     with pytest.raises(OutputError, match="in-place"):
@@ -369,11 +369,11 @@ def test_that_a_cache_never_reaches_both():
         pass
 
     blend = linear_blend()
-    blend.set(alpha=0.5, weight=0.5, hard=False)
+    blend.set_gate(alpha=0.5, weight=0.5, hard=False)
     with pytest.raises(StateError, match=r"a\.b"):
         blend(X, past=Cache())
     for weight in (0.0, 1.0):
-        blend.set(alpha=weight, weight=weight, hard=False)
+        blend.set_gate(alpha=weight, weight=weight, hard=False)
         blend(X, past=Cache())
 
 
@@ -383,7 +383,7 @@ def test_that_check_call_runs_once_before_the_student():
     blend.check_call = lambda args, kwargs: seen.append((len(args), list(kwargs)))
     blend(X)
     assert not seen
-    blend.set(alpha=0.5, weight=0.5, hard=False)
+    blend.set_gate(alpha=0.5, weight=0.5, hard=False)
     for _ in range(2):
         blend(X, flag=1)
     assert seen == [(1, ["flag"])]
@@ -412,7 +412,7 @@ def test_that_a_mid_fade_state_loads_strictly_before_and_after_release(released)
     source, target = nn.Sequential(linear_blend()), nn.Sequential(linear_blend())
     teacher = copy.deepcopy(target[0].teacher.state_dict())
     if released:
-        target[0].release()
+        target[0].release_teacher()
     target.load_state_dict(source.state_dict(), strict=True)
     assert equal(target[0].student.state_dict(), source[0].student.state_dict())
     if not released:
@@ -440,11 +440,11 @@ def test_that_a_foreign_state_is_refused():
 
 def test_that_alpha_follows_devices_and_never_casts():
     blend = linear_blend()
-    blend.set(alpha=0.3, weight=0.7, hard=False)
+    blend.set_gate(alpha=0.3, weight=0.7, hard=False)
     blend.to(torch.bfloat16)
     assert blend.student.linear.weight.dtype == torch.bfloat16
-    assert (blend.alpha.dtype, blend.weight.dtype) == (torch.float32, torch.float32)
-    assert blend.alpha.item() == pytest.approx(0.3)
+    assert (blend.gate_alpha.dtype, blend.gate_weight.dtype) == (torch.float32, torch.float32)
+    assert blend.gate_alpha.item() == pytest.approx(0.3)
     assert not any(name in ("alpha", "weight") for name, _ in (*blend.named_buffers(), *blend.named_parameters()))
 
 
@@ -469,17 +469,17 @@ def test_that_attributes_come_from_the_student_when_the_teacher_is_gone():
     teacher.mark, student.mark = "teacher", "student"
     blend = blend_of(teacher, student)
     assert blend.mark == "teacher"
-    blend.release()
+    blend.release_teacher()
     assert blend.mark == "student"
 
 
 def test_that_a_released_teacher_is_missed_by_name():
     blend = linear_blend()
-    blend.release()
+    blend.release_teacher()
     with pytest.raises(StateError, match="release=") as caught:
         blend(X)
     assert "a.b" in str(caught.value)
-    blend.set(alpha=0.0, weight=0.0, hard=False)
+    blend.set_gate(alpha=0.0, weight=0.0, hard=False)
     assert torch.equal(blend(X), blend.student(X))
 
 
@@ -487,8 +487,8 @@ def test_that_a_copy_has_weights_and_ledger_of_its_own():
     model = nn.Sequential(linear_blend(), linear_blend())
     model[1].ledger = model[0].ledger
     other = copy.deepcopy(model)
-    other[0].set(alpha=0.0, weight=0.0, hard=False)
-    assert model[0].alpha.item() == 1.0
+    other[0].set_gate(alpha=0.0, weight=0.0, hard=False)
+    assert model[0].gate_alpha.item() == 1.0
     assert other[0].ledger is other[1].ledger
     assert other[0].ledger is not model[0].ledger
 

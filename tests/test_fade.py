@@ -186,7 +186,7 @@ def captured_pairs(fade: crossfade.Fade):
     """What student and teacher say at each site on the teachers' inputs (alpha is 1)."""
     calls = {}
     hooks = [
-        s.blend.register_forward_pre_hook(lambda m, a, k: calls.update({m.path: (a, k)}), with_kwargs=True)
+        s.blend.register_forward_pre_hook(lambda m, a, k: calls.update({m.site_path: (a, k)}), with_kwargs=True)
         for s in fade.sites
     ]
     with torch.no_grad(), fade.view("teacher"):

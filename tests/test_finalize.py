@@ -153,7 +153,7 @@ def test_that_a_failed_proof_puts_everything_back():
     with pytest.raises(CrossfadeError, match="largest difference") as caught:
         fade.finalize(probe=IDS)
     assert "blocks.0.attn, blocks.1.attn" in str(caught.value)
-    learned = ("count", "attributes", "bare_student", "where")  # What a forward leaves in blends and students.
+    learned = ("count", "attributes", "bare_student", "main_place")  # What a forward leaves in blends and students.
     assert [key for key in difference(portrait(model), before) if not key.endswith(learned)] == []
     assert crossfade.handle(model) is fade
     assert type(model.blocks[0].attn).__name__ == "Blend"

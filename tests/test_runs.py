@@ -237,7 +237,7 @@ def test_that_metrics_and_guidance_of_a_run_leave_the_residual_out():
     fade = crossfade.install(
         model, run_plan(guidance=crossfade.DeepFeatureGuidance(reduction="sum")), total_steps=4, probe=IDS
     )
-    assert fade.sites[0].blend.residual
+    assert fade.sites[0].blend.holds_residual
     seen = {}
     fade.sites[0].blend.register_forward_hook(lambda m, a, o: seen.update(x=a[0], out=o))
     model(IDS)

@@ -26,7 +26,7 @@ def test_that_alpha_is_the_schedule_of_the_step():
         one.seek(step, 10, 0)
         assert one.alpha == schedules.value_at(schedules.linear(), step, 10)
         assert one.weight == one.alpha
-        assert one.blend.alpha.item() == pytest.approx(one.alpha)
+        assert one.blend.gate_alpha.item() == pytest.approx(one.alpha)
 
 
 def test_that_seeking_is_a_function_of_the_step_alone():
@@ -139,7 +139,7 @@ def test_that_drive_takes_a_new_swap_and_keeps_the_modules():
     assert one.blend.detach_input
     assert not one.blend.use_mask
     one.drive(Swap(targets="a", gate=Deterministic(0.5), teacher_gradient=False))
-    assert one.blend.guide is None
+    assert one.blend.guidance_error is None
     assert not one.blend.detach_input
     assert one.blend.use_mask
     assert not one.blend.teacher_gradient
@@ -151,10 +151,10 @@ def test_that_drive_takes_a_new_swap_and_keeps_the_modules():
 def test_that_a_hard_gate_selects():
     one = site(Bernoulli("linear"))
     one.seek(5, 10, 0)
-    assert one.blend.route is Route.SELECT
+    assert one.blend.train_route is Route.SELECT
     skipping = site(Bernoulli("linear", "skip"))
     skipping.seek(5, 10, 0)
-    assert skipping.blend.route in (Route.TEACHER, Route.STUDENT)
+    assert skipping.blend.train_route in (Route.TEACHER, Route.STUDENT)
 
 
 def term(error: float, positions: float, power: float | None = None) -> Term:

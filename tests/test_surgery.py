@@ -180,7 +180,7 @@ def test_that_the_probe_runs_without_gradient_in_eval_and_moves_no_statistics():
 
 def test_that_the_probe_teaches_the_structure():
     fade = crossfade.install(net(), plan(Deterministic(0.0)), total_steps=4, probe=IDS)
-    assert all(site.blend.where == 0 for site in fade.sites)
+    assert all(site.blend.main_place == 0 for site in fade.sites)
 
 
 def test_that_messages_of_check_call_reach_the_user_without_probe_too():
@@ -221,7 +221,7 @@ def test_that_residual_is_true_for_runs_unless_said():
     ):
         the_plan = plan(targets=targets, student=students.Copy(), residual=given)
         fade = crossfade.install(net(), the_plan, total_steps=2)
-        assert fade.sites[0].blend.residual is expected
+        assert fade.sites[0].blend.holds_residual is expected
 
 
 def test_that_a_teacher_gradient_of_false_reaches_the_blend():

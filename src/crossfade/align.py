@@ -174,7 +174,7 @@ def align(
     samples = sum(len(group) for group in taken.groups[sites[0].path])
     rows = []
     for site in sites:
-        with isolated_random(site_seed(seed, "align " + site.path), site.blend.weight.device):
+        with isolated_random(site_seed(seed, "align " + site.path), site.blend.gate_weight.device):
             trainer = _SiteTrainer(site, taken.groups.pop(site.path), settings, loss, room)
             rows.append(trainer.run(progress))
     return AlignReport(tuple(rows), samples, taken.bytes, seconds, complete)
@@ -231,7 +231,7 @@ class _SiteTrainer:
             OutputError: No cut works: the site's samples depend on one another.
         """
         held = list(outputs.tensors((chunk.args, chunk.kwargs)))
-        main = outputs.main_input(chunk.args, chunk.kwargs)
+        main = self.blend.input_of(chunk.args, chunk.kwargs)
         whole = self._answer(chunk, [False] * len(held))[:1]
         plain = [by_sample(tensor, chunk.samples) for tensor in held]
         unclear = [i for i, tensor in enumerate(held) if plain[i] and tensor is not main][:4]
@@ -285,10 +285,10 @@ class _SiteTrainer:
             self.site.power.fixed = True
 
     def _branch(self, group: Group, index: Tensor, out: Tensor) -> Tensor:
-        if not self.blend.residual:
+        if not self.blend.holds_residual:
             return out
         args, kwargs = group.call(index)
-        return out - outputs.main_input(args, kwargs)
+        return out - self.blend.input_of(args, kwargs)
 
     def _mask(self, group: Group, index: Tensor, like: Tensor) -> Tensor | None:
         if group.mask is None or not self.loss.mask:

@@ -81,7 +81,7 @@ class Blend(nn.Module):
 
     Example:
         >>> blend = Blend(nn.Linear(2, 2), nn.Linear(2, 2), path="fc", ledger=Ledger())
-        >>> blend.set(alpha=1.0, weight=1.0, hard=False)
+        >>> blend.set_gate(alpha=1.0, weight=1.0, hard=False)
         >>> x = torch.ones(1, 2)
         >>> torch.equal(blend(x), blend.teacher(x))
         True
@@ -105,26 +105,27 @@ class Blend(nn.Module):
         super().__init__()
         self.teacher = teacher
         self.student = student
-        self.path = path
+        self.site_path = path
         self.ledger = ledger
-        self.output = output
-        self.residual = residual
+        self.declared_output = output
+        self.holds_residual = residual
         self.teacher_gradient = teacher_gradient
         # Plain attributes, not buffers: a cast, DDP's buffer broadcast or an averaged copy must not change them.
         device = next((p.device for p in student.parameters()), torch.device("cpu"))
-        self.alpha = torch.ones((), dtype=torch.float32, device=device)
-        self.weight = torch.ones((), dtype=torch.float32, device=device)
-        self.route = self.eval_route = Route.TEACHER
-        self.guide: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+        self.gate_alpha = torch.ones((), dtype=torch.float32, device=device)
+        self.gate_weight = torch.ones((), dtype=torch.float32, device=device)
+        self.train_route = self.eval_route = Route.TEACHER
+        self.guidance_error: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.guided = False
         self.detach_input = False
         self.use_mask = True
-        self.observe = False
+        self.observing = False
         self.calibrating = False
-        self.skip = False
+        self.skips = False
         self.check_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-        self.where: outputs.Where | str = "auto"
-        self.structure: Any = None
+        self.argument_names = outputs.argument_names(getattr(teacher, "first_of_chain", teacher))
+        self.main_place: outputs.Where | str = "auto"
+        self.teacher_structure: Any = None
         self.bare_student = False
         self.cast: torch.dtype | None = None
         self.carried: dict[str, Any] = {}
@@ -136,20 +137,20 @@ class Blend(nn.Module):
 
     # ---- set from outside, once per optimizer step -------------------------------------------------------------
 
-    def set(self, *, alpha: float, weight: float, hard: bool, skip: bool = False) -> None:
+    def set_gate(self, *, alpha: float, weight: float, hard: bool, skip: bool = False) -> None:
         """Take this step's alpha and gate. Tensors are written in place, so that a compiled graph sees them."""
         with torch.no_grad():
-            self.alpha.fill_(alpha)
-            self.weight.fill_(weight)
+            self.gate_alpha.fill_(alpha)
+            self.gate_weight.fill_(weight)
         fixed = {0.0: Route.STUDENT, 1.0: Route.TEACHER}
         self.eval_route = fixed.get(alpha, Route.MIX)
         if hard and not skip and alpha not in fixed:
-            self.route = Route.SELECT
+            self.train_route = Route.SELECT
         else:
-            self.route = fixed.get(weight, Route.MIX)
-        self.skip = skip
+            self.train_route = fixed.get(weight, Route.MIX)
+        self.skips = skip
 
-    def release(self) -> None:
+    def release_teacher(self) -> None:
         """Let the teacher go; only the student route is left."""
         self.teacher = None
 
@@ -162,8 +163,8 @@ class Blend(nn.Module):
             The teacher's structure; only its main tensor is blended. Shapes, dtype: the teacher's.
         """
         guided = self.guided and self.training
-        observe = self.observe and self.training
-        route = self.route if self.training else self.eval_route
+        observe = self.observing and self.training
+        route = self.train_route if self.training else self.eval_route
         if not guided:
             if route is Route.STUDENT:
                 return self._conform(self.call_student(args, kwargs), args, kwargs)
@@ -198,7 +199,7 @@ class Blend(nn.Module):
         if t.shape != s.shape:
             raise OutputError(
                 "the student's output has another shape than the teacher's.",
-                where=self.path,
+                where=self.site_path,
                 expected=outputs.describe(t),
                 got=outputs.describe(s),
             )
@@ -241,9 +242,9 @@ class Blend(nn.Module):
             return self._conform(s_out)
         if route is Route.TEACHER:
             return self._connect(t_out)
-        weight = self.weight if self.training else self.alpha
+        weight = self.gate_weight if self.training else self.gate_alpha
         if route is Route.SELECT:
-            self.ledger.watch(self.path, t, s)
+            self.ledger.watch(self.site_path, t, s)
             return outputs.set_main(t_out, self._place(), outputs.select_exact(t, s, weight))
         return outputs.set_main(t_out, self._place(), outputs.mix(t, s, weight))
 
@@ -251,25 +252,29 @@ class Blend(nn.Module):
         """Leave guidance term and metrics in the ledger; recomputation and `no_grad` leave nothing."""
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         mask = self.mask_of(t, call, again=again)
-        if guided and self.guide is not None and torch.is_grad_enabled():
+        if guided and self.guidance_error is not None and torch.is_grad_enabled():
             if again:
-                self.ledger.check_recomputation(self.path)
-            error = self.guide(s, t, mask)  # Also when recomputed: checkpointing compares what was saved.
+                self.ledger.check_recomputation(self.site_path)
+            error = self.guidance_error(s, t, mask)  # Also when recomputed: checkpointing compares what was saved.
             if not again:
                 with torch.no_grad():
                     # Once the teacher's power is fixed, a pass over its output is saved.
                     power = power_sum(self._branch(t, call), mask) / t.shape[-1] if self.calibrating else None
                     term = Term(error, count(t, mask), power)
-                self.ledger.terms.setdefault(self.path, []).append(term)
+                self.ledger.terms.setdefault(self.site_path, []).append(term)
         if observe and not again:
             with torch.no_grad():
                 a, b = self._branch(s, call), self._branch(t, call)
                 values = (cosine_sum(a, b, mask), squared_error_sum(a, b, mask), power_sum(b, mask), count(b, mask))
-            self.ledger.similarities.setdefault(self.path, []).append(torch.stack(values))
+            self.ledger.similarities.setdefault(self.site_path, []).append(torch.stack(values))
 
     def _branch(self, out: Tensor, call: tuple[Any, Any]) -> Tensor:
         """What the site adds to the residual stream: the output, or output minus input if it holds the residual."""
-        return out - outputs.main_input(*call, self.path).detach() if self.residual else out
+        return out - self.input_of(*call).detach() if self.holds_residual else out
+
+    def input_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The tensor that a call of this site transforms."""
+        return outputs.main_input(args, kwargs, self.site_path, self.argument_names)
 
     def mask_of(self, like: Tensor, call: tuple[Any, Any], *, again: bool = False) -> Tensor | None:
         """Valid positions of this call: the padding mask of its forward, else one that the call itself shows."""
@@ -277,22 +282,22 @@ class Blend(nn.Module):
             return None
         mask = self.ledger.recorded_mask if again else self.ledger.mask
         mask = mask if mask is not None else outputs.padding_mask(call[1], like)
-        return outputs.valid_positions(mask, like, self.path)
+        return outputs.valid_positions(mask, like, self.site_path)
 
     # ---- structure of outputs and calls ------------------------------------------------------------------------
 
     def _learn(self, t_out: Any, s_out: Any = None) -> None:
         """Find the main tensor and keep the teacher's structure for the time when it no longer runs."""
-        if self.where == "auto":
-            where = outputs.find_main(t_out, self.output, self.path)
-            outputs.main(t_out, where, self.path)
-            self.structure = outputs.skeleton(t_out)
-            self.where = where
+        if self.main_place == "auto":
+            where = outputs.find_main(t_out, self.declared_output, self.site_path)
+            outputs.main(t_out, where, self.site_path)
+            self.teacher_structure = outputs.skeleton(t_out)
+            self.main_place = where
         if s_out is not None:
             if not outputs.same_structure(s_out, t_out):
                 raise OutputError(
                     "the student returned another structure than the teacher.",
-                    where=self.path,
+                    where=self.site_path,
                     expected=outputs.describe(t_out),
                     got=outputs.describe(s_out),
                     do="return the teacher's structure, or the main tensor alone",
@@ -301,25 +306,26 @@ class Blend(nn.Module):
             dtype = self.main_of(t_out).dtype
             if self.main_of(s_out).dtype == dtype:
                 self.cast = None
-            elif not torch.is_autocast_enabled(self.weight.device.type):
+            elif not torch.is_autocast_enabled(self.gate_weight.device.type):
                 self.cast = dtype
 
     def _place(self) -> outputs.Where:
-        return None if self.where == "auto" else self.where
+        return None if self.main_place == "auto" else self.main_place
 
     def main_of(self, out: Any) -> Tensor:
         """The main tensor of an output of teacher or student."""
-        return out if isinstance(out, Tensor) else outputs.main(out, self._place(), self.path)
+        return out if isinstance(out, Tensor) else outputs.main(out, self._place(), self.site_path)
 
     def _conform(self, s_out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """The student's output in the teacher's structure; one that is not known yet is asked of the teacher, once."""
-        if self.where == "auto":
+        if self.main_place == "auto":
             if self.teacher is None or not isinstance(s_out, Tensor):
                 return s_out
             with torch.no_grad():
                 own_args, own_kwargs = outputs.map_tensors((args, dict(kwargs or {})), torch.clone)
                 self._learn(self.teacher(*own_args, **own_kwargs), s_out)
-        return outputs.conform(outputs.cast_main(s_out, self._place(), self.cast), self._place(), self.structure)
+        place = self._place()
+        return outputs.conform(outputs.cast_main(s_out, place, self.cast), place, self.teacher_structure)
 
     def _separate(
         self, teacher_leads: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -330,7 +336,7 @@ class Blend(nn.Module):
         into them); the other gets its own containers, and copies of the tensors if either module writes into them.
         Until the first call has shown whether one does, copies are made.
         """
-        outputs.refuse_caches((args, kwargs), self.path)
+        outputs.refuse_caches((args, kwargs), self.site_path)
         own = (args, kwargs)
         spare = outputs.map_tensors(own, outputs.once(torch.clone if self.writes_input is not False else _alias))
         if torch.compiler.is_compiling():  # Version counters are not traced; copies stay until an eager call has shown.
@@ -343,7 +349,7 @@ class Blend(nn.Module):
             if wrote and self.writes_input is False:
                 raise OutputError(
                     "a module wrote into its input, so teacher and student did not see the same.",
-                    where=self.path,
+                    where=self.site_path,
                     expected="what the first call showed: no in-place change of the input",
                     do="make the module's first operation out of place, or clone the input in its forward",
                 )
@@ -364,7 +370,7 @@ class Blend(nn.Module):
         if self.teacher is None:
             raise StateError(
                 "the teacher of this site is gone: its part of the run is over and its memory was released.",
-                where=self.path,
+                where=self.site_path,
                 do='install with release="finalize" to keep teachers until the end',
             )
         return self.teacher
@@ -401,9 +407,9 @@ class Blend(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Blend:
         """Follow a move to another device, never a cast: alpha stays float32."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
-        device = fn(torch.empty((), dtype=torch.float32, device=self.weight.device)).device
+        device = fn(torch.empty((), dtype=torch.float32, device=self.gate_weight.device)).device
         if device.type != "meta":
-            self.alpha, self.weight = self.alpha.to(device), self.weight.to(device)
+            self.gate_alpha, self.gate_weight = self.gate_alpha.to(device), self.gate_weight.to(device)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -423,7 +429,7 @@ class Blend(nn.Module):
         if isinstance(value, Tensor) and not self.__dict__.get("tensors_may_be_read", False):
             self.__dict__["tensors_may_be_read"] = True  # Once is enough.
             warnings.warn(
-                f"{self.path}: code outside reads the tensor {name!r} of a module that is being replaced; if it "
+                f"{self.site_path}: code outside reads the tensor {name!r} of a module that is being replaced; if it "
                 "computes with it, the student is bypassed. Replace the module that reads it instead.",
                 CrossfadeWarning,
                 stacklevel=2,
@@ -477,7 +483,7 @@ class Blend(nn.Module):
 
     def extra_repr(self) -> str:
         """Path and this step's route."""
-        return f"path={self.path!r}, route={self.route.value}"
+        return f"path={self.site_path!r}, route={self.train_route.value}"
 
 
 def is_blend(module: object) -> bool:

@@ -109,16 +109,16 @@ class Capture:
         self.groups: dict[str, list[Group]] = {site.path: [] for site in sites}
         self.pending: list[tuple[str, Chunk]] = []
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self.by_module = {id(site.blend): site.path for site in sites}
+        self.blends = {id(site.blend): site.blend for site in sites}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the blends."""
-        path = self.by_module[id(module)]
-        hidden = outputs.main_input(args, kwargs, path)
+        blend = self.blends[id(module)]
+        hidden = blend.input_of(args, kwargs)
         mask = self.ledger.mask if self.ledger.mask is not None else outputs.padding_mask(kwargs, hidden)
         kept_args, kept_kwargs = outputs.map_tensors((args, dict(kwargs)), self._copy)
         kept_mask = None if mask is None else self._copy(mask)
-        self.pending.append((path, Chunk(kept_args, kept_kwargs, kept_mask, hidden.shape[0])))
+        self.pending.append((blend.site_path, Chunk(kept_args, kept_kwargs, kept_mask, hidden.shape[0])))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """One copy of each tensor per batch: masks are shared by all sites."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -94,7 +94,9 @@ class Fade:
         self._handles: list[Any] = []
         self._viewing: str | None = None
         self._statistics = [(m, m.training) for m in training.frozen_statistics(model, sites)]
-        self._forward_names = tuple(inspect.signature(model.forward).parameters)
+        self._forward_names = outputs.argument_names(model)
+        self._copies: list[weakref.ref[Fade]] = []
+        self._writes: int | None = None
 
     # ---- the clock ---------------------------------------------------------------------------------------------
 
@@ -113,11 +115,13 @@ class Fade:
         self.step_count = step
         for site in self.sites:
             site.seek(step, self.total_steps, self.plan.seed)
-            site.blend.observe = site.adaptive or bool(self.metrics_every and step % self.metrics_every == 0)
+            site.blend.observing = site.adaptive or bool(self.metrics_every and step % self.metrics_every == 0)
             # Not before the first step: alignment and calibration still may come.
             done = site.blend.teacher is not None and step > 0 and site.over_at(step, self.total_steps)
-            if self.release == "when_done" and done and site.blend.where != "auto":
+            if self.release == "when_done" and done and site.blend.main_place != "auto":
                 state.release(site)
+                for copied in filter(None, (reference() for reference in self._copies)):  # See `follow`.
+                    copied._writes = state.writes(copied.model)
         if self._viewing is not None:
             self._show()
 
@@ -211,7 +215,7 @@ class Fade:
         self._alive("guidance")
         terms = self.ledger.read()
         wanted = [site for site in self.sites if site.lam > 0.0 and self._viewing is None]
-        device = self.sites[0].blend.weight.device
+        device = self.sites[0].blend.gate_weight.device
         if not wanted:
             return torch.zeros((), device=device)
         missing = [site.path for site in wanted if not terms.get(site.path)]
@@ -294,33 +298,13 @@ class Fade:
         for site in self.sites:
             site.apply()
             observed = site.adaptive or bool(self.metrics_every and self.step_count % self.metrics_every == 0)
-            site.blend.observe = observed and self._viewing is None
+            site.blend.observing = observed and self._viewing is None
             site.blend.guided = site.blend.guided and self._viewing is None
 
     def log(self) -> dict[str, float]:
         """A flat dict of floats for any tracker: alpha, weight, lambda, guidance, cosine, error; mean and per site."""
-        rows: dict[str, dict[str, float]] = {
-            "alpha": {},
-            "weight": {},
-            "lambda": {},
-            "guidance": {},
-            "cosine": {},
-            "error": {},
-        }
-        for site in self.sites:
-            rows["alpha"][site.path] = site.alpha
-            rows["weight"][site.path] = site.weight
-            rows["lambda"][site.path] = site.lam
-            if site.path in self._last:
-                rows["guidance"][site.path] = float(self._last[site.path])
-            if site.path in self._metrics:
-                rows["cosine"][site.path], rows["error"][site.path] = self._metrics[site.path]
-        result = {"step": float(self.step_count), "progress": self.progress}
-        for name, values in rows.items():
-            if values:
-                result[name] = sum(values.values()) / len(values)
-                result |= {f"{name}/{path}": value for path, value in values.items()}
-        return result
+        clock = {"step": float(self.step_count), "progress": self.progress}
+        return clock | state.figures(self.sites, self._last, self._metrics)
 
     def summary(self) -> str:
         """A table of what trains, and each site's phase."""
@@ -469,8 +453,16 @@ class Fade:
         self.seek(0)
 
     def follow(self, other: Fade) -> None:
-        """Take step, length, alphas and gates of another fade: for an averaged (EMA) copy of its model."""
+        """Take step, length, alphas and gates of another fade: for an averaged (EMA) copy of its model.
+
+        Call it after each optimizer step and before the average is updated: where a teacher is released, the copy has
+        to release its own first, or an average that pairs parameters by position (torch's `AveragedModel`) mixes
+        wrong ones. An update that came too early is warned about.
+        """
         self._alive("follow")
+        if self._writes not in (None, state.writes(self.model)):
+            warnings.warn(state.EARLY, CrossfadeWarning, stacklevel=2)
+        self._writes = None
         self.total_steps = other.total_steps
         state.follow(self.sites, other.sites)
         self.seek(other.step_count)
@@ -508,9 +500,10 @@ class Fade:
             gap = largest_difference(before, look(self.model, probe)) if forced else 0.0
         with Changes() as changes:
             strip(changes, self.model, self.sites)
-            self._restore(changes, self._flags)
             if probe is not None:
+                # Before the flags: torch's attention rounds otherwise when its parameters ask for gradients.
                 prove(self.model, self.sites, before, probe)
+            self._restore(changes, self._flags)
         self.receipt = write_receipt(
             self.plan, self.sites, self.step_count, self.total_steps, forced=forced, probed=probe is not None, gap=gap
         )
@@ -589,14 +582,18 @@ class Fade:
     def __deepcopy__(self, memo: dict[int, Any]) -> Fade:
         """The handle of a copied model: same step and plan, no optimizer, an empty ledger."""
         memo[id(self)] = new = Fade.__new__(Fade)
-        skipped: dict[str, Any] = {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}}
+        skipped = self._not_copied()
         for name, value in self.__dict__.items():
             new.__dict__[name] = skipped[name] if name in skipped else copy.deepcopy(value, memo)
+        self._copies.append(weakref.ref(new))
         return new
+
+    def _not_copied(self) -> dict[str, Any]:
+        return {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}, "_copies": []}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without optimizer hooks and graphs."""
-        return self.__dict__ | {"_optimizers": (), "_handles": [], "_seen": {}, "_last": {}}
+        return self.__dict__ | self._not_copied()
 
 
 def handle(model: nn.Module) -> Fade:

@@ -118,13 +118,13 @@ def largest_difference(a: Any, b: Any) -> float:
 def final_student(blend: Blend) -> nn.Module:
     """The module that will stand in the model: the student, adapted if it returns less than the caller expects."""
     student = blend.student
-    where = None if blend.where == "auto" else blend.where
+    where = None if blend.main_place == "auto" else blend.main_place
     bare = blend.bare_student and where is not None
     if not bare and blend.cast is None:
         return student
     adapter = student if isinstance(student, Adapter) else Adapter(student).train(student.training)
     adapter.where, adapter.dtype = where, blend.cast
-    adapter.structure = blend.structure if bare else None
+    adapter.structure = blend.teacher_structure if bare else None
     return adapter
 
 
@@ -246,5 +246,5 @@ def _adapter(site: Site) -> dict[str, Any] | None:
 def route_all(sites: Iterable[Site], route: Route) -> None:
     """Let every blend answer with one side, whatever its alpha."""
     for site in sites:
-        site.blend.route = site.blend.eval_route = route
-        site.blend.guided = site.blend.observe = False
+        site.blend.train_route = site.blend.eval_route = route
+        site.blend.guided = site.blend.observing = False

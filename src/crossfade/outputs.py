@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import OutputError, StateError
 
@@ -381,14 +381,29 @@ def mask_argument(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[s
     return None
 
 
-def main_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str = "") -> Tensor:
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The arguments of a module's `forward`, in the order in which it declares them."""
+    try:
+        return tuple(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):  # Compiled code may have none.
+        return ()
+
+
+def main_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str = "", names: Sequence[str] = ()) -> Tensor:
     """The tensor that a module transforms: `hidden_states=`, else the first floating tensor of the call.
+
+    Args:
+        args: Positions of the call.
+        kwargs: Keywords of the call.
+        site: Module path, for the message.
+        names: The module's `argument_names`: first is what the module declares first, in whatever order it came.
 
     Raises:
         OutputError: The call holds no floating-point tensor.
     """
-    named = kwargs.get("hidden_states")
-    for value in (named, *args, *kwargs.values()):
+    declared = [kwargs[name] for name in ("hidden_states", *names) if name in kwargs]
+    before = declared[:1] if "hidden_states" in kwargs else []
+    for value in (*before, *args, *declared, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
     raise OutputError(
@@ -397,10 +412,10 @@ def main_input(args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str = "")
 
 
 def set_main_input(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor, names: Sequence[str] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call with another tensor to transform (see `main_input`)."""
-    old = main_input(args, kwargs)
+    old = main_input(args, kwargs, names=names)
     done = False
 
     def swap(value: Any) -> Any:

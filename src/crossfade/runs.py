@@ -36,13 +36,19 @@ class Chain(nn.Module):
             self.add_module(str(index), module)
         self.training = modules[0].training
 
+    @property
+    def first_of_chain(self) -> nn.Module:
+        """The module whose call the chain takes."""
+        return next(self.children())
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run them in order."""
         out: Any = None
+        names = outputs.argument_names(self.first_of_chain)
         for index, module in enumerate(self.children()):
             if index > 0:
                 tensor = outputs.main(out, outputs.find_main(out))
-                args, kwargs = outputs.set_main_input(args, kwargs, tensor)
+                args, kwargs = outputs.set_main_input(args, kwargs, tensor, names)
             out = module(*args, **kwargs)
         return out
 
@@ -73,8 +79,9 @@ class PassThrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes: [..., D] -> the same, in the blocks' structure."""
         blend = self.held[0]
-        hidden = outputs.main_input(args, kwargs, blend.path)
-        return hidden if blend.where == "auto" else outputs.conform(hidden, blend.where, blend.structure)
+        hidden = blend.input_of(args, kwargs)
+        place = blend.main_place
+        return hidden if place == "auto" else outputs.conform(hidden, place, blend.teacher_structure)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that code outside reads are those of the module that stood here."""

@@ -67,7 +67,7 @@ class Site:
         self.swap = swap
         self.driver = alpha_of_site(swap.gate, self.path, self.index, self.n)
         guidance = swap.guidance
-        self.blend.guide = None if guidance is None else guidance.error
+        self.blend.guidance_error = None if guidance is None else guidance.error
         self.blend.detach_input = guidance is not None and guidance.detach_input
         self.blend.use_mask = guidance is None or guidance.mask
         self.blend.teacher_gradient = swap.teacher_gradient
@@ -111,7 +111,7 @@ class Site:
     def apply(self) -> None:
         """Write the current values into the blend."""
         gate = self.swap.gate
-        self.blend.set(alpha=self.alpha, weight=self.weight, hard=gate.hard, skip=gate.execution == "skip")
+        self.blend.set_gate(alpha=self.alpha, weight=self.weight, hard=gate.hard, skip=gate.execution == "skip")
         self.blend.guided = self.lam > 0.0 and self.blend.teacher is not None
         guidance = self.swap.guidance
         self.blend.calibrating = guidance is not None and guidance.needs_power and not self.power.fixed

@@ -24,6 +24,10 @@ from .site import Site
 __all__ = ["calibrate", "hash_of", "load", "observed", "recalibrate", "release", "save"]
 
 STATE_VERSION = 1
+EARLY = (
+    "this average was updated after a teacher of the original was released and before `follow`: torch's AveragedModel "
+    "has then paired wrong parameters. Call handle(average).follow(fade) before the update."
+)
 
 
 def hash_of(module: nn.Module) -> str:
@@ -48,19 +52,44 @@ def release(site: Site) -> None:
     site.teacher_flags, site.teacher_modes = [], []
     for filler in site.fillers:
         filler.held = (filler.held[0], None)
-    site.blend.release()
+    site.blend.release_teacher()
+
+
+def writes(model: nn.Module) -> int:
+    """A count that grows with every write into a parameter."""
+    return sum(p._version for p in model.parameters() if not p.is_inference())
 
 
 def follow(sites: list[Site], others: list[Site]) -> None:
     """Take calibration, structures, controllers and releases of another fade of the same plan."""
     for mine, theirs in zip(sites, others, strict=True):
         mine.power = copy.copy(theirs.power)
-        for name in ("where", "structure", "bare_student", "cast"):
+        for name in ("main_place", "teacher_structure", "bare_student", "cast"):
             setattr(mine.blend, name, getattr(theirs.blend, name))
         if theirs.blend.teacher is None:  # Averaging pairs parameters by position: both have the same ones.
             release(mine)
         if isinstance(mine.driver, Controller) and isinstance(theirs.driver, Controller):
             mine.driver.load_state_dict(theirs.driver.state_dict())
+
+
+def figures(
+    sites: list[Site], guidance: Mapping[str, Tensor], metrics: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """See `Fade.log`."""
+    rows: dict[str, dict[str, float]] = {
+        "alpha": {site.path: site.alpha for site in sites},
+        "weight": {site.path: site.weight for site in sites},
+        "lambda": {site.path: site.lam for site in sites},
+        "guidance": {path: float(value) for path, value in guidance.items()},
+        "cosine": {path: cosine for path, (cosine, _) in metrics.items()},
+        "error": {path: error for path, (_, error) in metrics.items()},
+    }
+    result = {}
+    for name, values in rows.items():
+        if values:
+            result[name] = sum(values.values()) / len(values)
+            result |= {f"{name}/{path}": value for path, value in values.items()}
+    return result
 
 
 # ---- measurements ------------------------------------------------------------------------------------------------
@@ -76,10 +105,10 @@ def reduced(values: Tensor) -> list[float]:
 
 def observed(sites: list[Site], similarities: Mapping[str, list[Tensor]]) -> dict[Site, tuple[float, float]]:
     """Interface cosine and relative error of the step by site, over all calls and processes."""
-    chosen = [site for site in sites if site.blend.observe]
+    chosen = [site for site in sites if site.blend.observing]
     if not chosen:
         return {}
-    device = chosen[0].blend.weight.device
+    device = chosen[0].blend.gate_weight.device
     zero = torch.zeros(4, device=device)
     sums = [torch.stack(similarities[s.path]).sum(0).to(device) if similarities.get(s.path) else zero for s in chosen]
     flat = reduced(torch.stack(sums).double().flatten())
@@ -98,7 +127,7 @@ def calibrate_first_step(sites: list[Site], seen: Mapping[str, list[Term]]) -> N
     ]
     if not chosen:
         return
-    device = chosen[0].blend.weight.device
+    device = chosen[0].blend.gate_weight.device
     rows = []
     for site in chosen:
         pairs = [(t.power, t.positions) for t in seen[site.path] if t.power is not None]
@@ -118,7 +147,7 @@ def calibrate(model: nn.Module, sites: list[Site], batches: Iterable[Any]) -> di
         site = places[id(module)]
         main = site.blend.main_of(out).detach()
         mask = site.blend.mask_of(main, (args, kwargs))
-        branch = main - outputs.main_input(args, kwargs) if site.blend.residual else main
+        branch = main - site.blend.input_of(args, kwargs) if site.blend.holds_residual else main
         sums[site.path] += torch.stack((power_sum(branch, mask) / main.shape[-1], count(main, mask))).double().cpu()
 
     hooks = [site.blend.register_forward_hook(take, with_kwargs=True) for site in sites]
@@ -228,7 +257,7 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site], own_total: int
         if isinstance(site.driver, Controller):
             site.driver.load_state_dict(controller)
         if structure is not None:
-            site.blend.where, site.blend.bare_student, site.blend.structure, site.blend.cast = structure
+            site.blend.main_place, site.blend.bare_student, site.blend.teacher_structure, site.blend.cast = structure
     return step, total
 
 
@@ -243,12 +272,12 @@ def length_warning(own: int | None, saved: int | None) -> str:
 def _structure_out(site: Site) -> dict[str, Any] | None:
     """The learned output structure, when plain data can tell it (dataclasses are learned again from the teacher)."""
     blend = site.blend
-    if blend.where == "auto":
+    if blend.main_place == "auto":
         return None
     dtype = None if blend.cast is None else str(blend.cast).removeprefix("torch.")
     try:
-        skeleton = outputs.pack(blend.structure)
-        return {"where": blend.where, "bare": blend.bare_student, "skeleton": skeleton, "cast": dtype}
+        skeleton = outputs.pack(blend.teacher_structure)
+        return {"where": blend.main_place, "bare": blend.bare_student, "skeleton": skeleton, "cast": dtype}
     except OutputError:
         return None
 

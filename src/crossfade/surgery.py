@@ -293,7 +293,7 @@ def _probe(model: nn.Module, built: list[_Built], sites: list[Site], batch: Any)
     hooks = []
     for item, site in zip(built, sites, strict=True):
         hooks.append(_try_site(item, site, reached))
-    device = sites[0].blend.weight.device
+    device = sites[0].blend.gate_weight.device
     try:
         model.eval()
         for site in sites:

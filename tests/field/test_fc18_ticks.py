@@ -55,7 +55,7 @@ def test_alpha_after_k_steps_is_the_formula_at_k_with_exact_ends(name: str) -> N
     assert seen == [formula(min(1.0, k / N)) for k in range(N + 4)]
     assert seen[0] == 1.0
     assert seen[N:] == [0.0] * 4
-    assert float(fade.sites[0].blend.alpha) == 0.0
+    assert float(fade.sites[0].blend.gate_alpha) == 0.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 4, 7])

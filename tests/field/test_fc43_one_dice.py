@@ -27,7 +27,7 @@ def weights(gate: Any, seed: int = 0, steps: int = STEPS) -> torch.Tensor:
     rows = []
     for step in range(steps):
         fade.seek(step)
-        rows.append([float(site.blend.weight) for site in fade.sites])
+        rows.append([float(site.blend.gate_weight) for site in fade.sites])
     return torch.tensor(rows)
 
 

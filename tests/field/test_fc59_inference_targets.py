@@ -151,4 +151,4 @@ def test_steps_taken_inside_inference_mode_leave_ordinary_tensors() -> None:
         fade.log()
         fade.state_dict()
     step(model, fade)
-    assert not fade.sites[0].blend.weight.is_inference()
+    assert not fade.sites[0].blend.gate_weight.is_inference()

@@ -65,8 +65,8 @@ def test_a_whole_run_in_any_dtype_has_finite_weights_and_gradients(gate: Any, dt
     for step in range(60):
         fade.seek(step)
         for site in fade.sites:
-            assert site.blend.weight.dtype == torch.float32
-            assert 0.0 <= float(site.blend.weight) <= 1.0
+            assert site.blend.gate_weight.dtype == torch.float32
+            assert 0.0 <= float(site.blend.gate_weight) <= 1.0
         if step % 6 == 0:
             x, y = data(step)
             loss = cross_entropy(model(x.to(dtype)).float(), y)
@@ -83,7 +83,7 @@ def test_hard_gates_are_exactly_0_or_1_and_have_finite_gradients(execution: Any)
     seen = set()
     for step in range(60):
         fade.seek(step)
-        seen |= {float(site.blend.weight) for site in fade.sites}
+        seen |= {float(site.blend.gate_weight) for site in fade.sites}
         x, y = data(step)
         cross_entropy(model(x), y).backward()
     assert seen == {0.0, 1.0}

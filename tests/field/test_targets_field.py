@@ -151,7 +151,7 @@ def test_fc48_guidance_is_the_mean_over_calls_and_the_gate_is_drawn_once_per_ste
             for _ in range(calls):
                 self.seen.append(x.detach())
                 x = torch.tanh(self.block(x))
-                self.gates.append(float(self.block.weight if isinstance(self.block, Blend) else 1.0))
+                self.gates.append(float(self.block.gate_weight if isinstance(self.block, Blend) else 1.0))
             return x
 
     model = Repeated()

@@ -109,7 +109,7 @@ def test_an_averaged_copy_follows(gate: str) -> None:
         for mine, theirs in zip(follower.sites, fade.sites, strict=True):
             # An average of alphas would lag behind; a copy of the state would not.
             assert (mine.alpha, mine.weight, mine.lam) == (theirs.alpha, theirs.weight, theirs.lam)
-            assert mine.blend.alpha.item() == theirs.blend.alpha.item()
+            assert mine.blend.gate_alpha.item() == theirs.blend.gate_alpha.item()
             assert mine.power.value == theirs.power.value
     ids, _ = batch()
     assert follower.finalize(probe=ids)(ids).isfinite().all()

@@ -44,7 +44,7 @@ def test_weights_depend_on_seed_site_and_step_alone(gate: str, steps: list[int],
         for site in fade.sites:
             key = "" if gate == "bernoulli_shared" else site.path
             assert site.weight == made.weight(site.alpha, uniform(seed, key, step))
-            assert site.blend.weight.item() == torch.tensor(site.weight, dtype=torch.float32).item()
+            assert site.blend.gate_weight.item() == torch.tensor(site.weight, dtype=torch.float32).item()
 
 
 def test_another_model_or_another_site_beside_it_does_not_change_a_draw() -> None:

@@ -250,8 +250,8 @@ def test_the_teachers_output_is_a_constant_target_of_the_guidance(alpha: float) 
     torch.manual_seed(0)
     teacher, student, ledger = nn.Linear(4, 4), nn.Linear(4, 4), Ledger()
     blend = Blend(teacher, student, path="fc", ledger=ledger).train()
-    blend.set(alpha=alpha, weight=alpha, hard=False)
-    blend.guide, blend.guided = crossfade.DeepFeatureGuidance(reduction="sum").error, True
+    blend.set_gate(alpha=alpha, weight=alpha, hard=False)
+    blend.guidance_error, blend.guided = crossfade.DeepFeatureGuidance(reduction="sum").error, True
     x = torch.randn(3, 4, requires_grad=True)
     blend(x)
     (got,) = torch.autograd.grad(ledger.read()["fc"][0].error, x)

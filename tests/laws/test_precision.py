@@ -34,11 +34,12 @@ def test_a_half_precision_model_keeps_alpha_exact(dtype: torch.dtype, when: str)
     seen = set()
     for step in range(STEPS + 1):
         fade.seek(step)
-        seen.add(blend.weight.item())
+        seen.add(blend.gate_weight.item())
         # What the schedule says, rounded once to float32.
-        assert blend.alpha.item() == blend.weight.item() == torch.tensor(1.0 - step / STEPS, dtype=torch.float32).item()
+        expected = torch.tensor(1.0 - step / STEPS, dtype=torch.float32).item()
+        assert blend.gate_alpha.item() == blend.gate_weight.item() == expected
     assert len(seen) == STEPS + 1  # In bfloat16 only a few hundred would be left.
-    assert blend.alpha.dtype == blend.weight.dtype == torch.float32
+    assert blend.gate_alpha.dtype == blend.gate_weight.dtype == torch.float32
     assert not [name for name, _ in blend.named_buffers() if "alpha" in name or "weight" in name]
     assert all(p.dtype == dtype for p in model.parameters())
 
@@ -48,10 +49,10 @@ def test_no_cast_or_copy_moves_alpha(cast: str) -> None:
     model = net()
     fade = crossfade.install(model, plan(linear()), total_steps=STEPS)
     fade.seek(1)
-    exact = fade.sites[0].blend.alpha.item()
+    exact = fade.sites[0].blend.gate_alpha.item()
     model = copy.deepcopy(model) if cast == "deepcopy" else getattr(model, cast)()
     blend = crossfade.handle(model).sites[0].blend
-    assert (blend.alpha.item(), blend.alpha.dtype) == (exact, torch.float32)
+    assert (blend.gate_alpha.item(), blend.gate_alpha.dtype) == (exact, torch.float32)
 
 
 class Wide(nn.Module):
@@ -121,7 +122,7 @@ def test_guidance_is_computed_in_float32(dtype: torch.dtype) -> None:
     fade = crossfade.install(model, plan(crossfade.Deterministic(1.0), guidance, targets="blocks.0.mlp"), total_steps=4)
     blend = fade.sites[0].blend
     seen: list[tuple[Tensor, Tensor]] = []
-    blend.guide = lambda s, t, mask: (seen.append((s, t)), guidance.error(s, t, mask))[1]
+    blend.guidance_error = lambda s, t, mask: (seen.append((s, t)), guidance.error(s, t, mask))[1]
     with torch.no_grad():  # Errors whose squares overflow float16.
         blend.student.down.bias.fill_(1000.0)
     model(batch()[0])

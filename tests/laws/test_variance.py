@@ -44,7 +44,7 @@ def gradient_of(model: nn.Module, fade: crossfade.Fade) -> Gradient:
         key = tuple(weights)
         if key not in known:
             for site, weight in zip(fade.sites, weights, strict=True):
-                site.blend.set(alpha=site.alpha, weight=weight, hard=True)
+                site.blend.set_gate(alpha=site.alpha, weight=weight, hard=True)
             known[key] = flat_gradient(model)
         return known[key]
 
@@ -180,7 +180,7 @@ def test_a_real_blend_keeps_the_curvature_bound_and_a_deterministic_gate_has_no_
     x = torch.randn(2, 3, 8, dtype=torch.float64)
 
     def output(weight: float) -> Tensor:
-        blend.set(alpha=p, weight=weight, hard=weight in (0.0, 1.0))
+        blend.set_gate(alpha=p, weight=weight, hard=weight in (0.0, 1.0))
         return blend(x)[0].detach()
 
     t, s, mean = output(1.0), output(0.0), output(p)

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "dice in forward",
         "blend.py",
-        "        weight = self.weight if self.training else self.alpha\n",
-        "        weight = torch.bernoulli(self.alpha) if self.training else self.alpha\n",
+        "        weight = self.gate_weight if self.training else self.gate_alpha\n",
+        "        weight = torch.bernoulli(self.gate_alpha) if self.training else self.gate_alpha\n",
         "tests/laws/test_variance.py::test_the_deterministic_gate_has_no_variance_at_all",
     ),
     Mutant(
@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "weight cast with the model",
         "blend.py",
-        "self.alpha, self.weight = self.alpha.to(device), self.weight.to(device)",
-        "self.alpha, self.weight = fn(self.alpha), fn(self.weight)",
+        "self.gate_alpha, self.gate_weight = self.gate_alpha.to(device), self.gate_weight.to(device)",
+        "self.gate_alpha, self.gate_weight = fn(self.gate_alpha), fn(self.gate_weight)",
         "tests/laws/test_precision.py::test_no_cast_or_copy_moves_alpha",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
     Mutant(
         "teacher never released",
         "state.py",
-        "    site.blend.release()\n",
+        "    site.blend.release_teacher()\n",
         "",
         "tests/laws/test_phases.py::test_the_teacher_is_released_and_its_memory_dead_once_it_is_never_needed_again",
     ),

@@ -136,7 +136,7 @@ def blend(teacher: Callable[..., Any], student: Callable[..., Any]) -> Blend:
             return self.fn(x)
 
     made = Blend(Fn(teacher), Fn(student), path="a.b", ledger=Ledger())
-    made.set(alpha=0.5, weight=0.5, hard=False)
+    made.set_gate(alpha=0.5, weight=0.5, hard=False)
     return made
 
 
