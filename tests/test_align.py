@@ -123,6 +123,30 @@ def test_that_the_best_student_is_kept():
         assert row.error == pytest.approx(min([row.error_before, *(e for _, e in row.history)]))
 
 
+class Noting(nn.Linear):
+    """A student that notes which samples it is trained on and which it is only measured on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.trained: set[float] = set()
+        self.measured: set[float] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (self.trained if torch.is_grad_enabled() else self.measured).update(x[:, 0].tolist())
+        return super().forward(x)
+
+
+def test_that_no_sample_is_both_learnt_from_and_held_out():
+    model = nn.Sequential(nn.Linear(4, 4))
+    fade = crossfade.install(model, Plan(targets="0", student=lambda teacher, site: Noting()), total_steps=10)
+    samples = torch.arange(80, dtype=torch.float32).view(20, 4)
+    fade.align([samples], steps=60, batch_size=4, holdout=0.25, check_every=30)
+    student = fade.sites[0].blend.student
+    assert len(student.measured) == 5
+    assert len(student.trained) == 15
+    assert not student.measured & student.trained
+
+
 def test_that_patience_stops_a_site():
     report = installed(student=Copy()).align(BATCHES, steps=100, check_every=2, patience=2)
     assert all(site.steps == 4 for site in report.sites)

@@ -277,14 +277,14 @@ MUTANTS = [
         "blend.py",
         "            del result[key]\n",
         "            pass\n",
-        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
+        "tests/test_blend.py::test_that_the_state_holds_the_student_alone",
     ),
     Mutant(
         "optimizer without students is accepted",
         "training.py",
         "    if missing:\n        raise StateError(",
         "    if False:\n        raise StateError(",
-        "tests/test_training.py::test_that_an_optimizer_built_before_install_is_refused",
+        "tests/test_training.py::test_that_a_missing_student_is_refused",
     ),
     Mutant(
         "teacher in the optimizer is accepted",
@@ -305,7 +305,7 @@ MUTANTS = [
         "state.py",
         "            site.driver.load_state_dict(controller)\n",
         "            pass\n",
-        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
+        "tests/test_blend.py::test_that_the_state_holds_the_student_alone",
     ),
     Mutant(
         "any base model is accepted on resume",
@@ -319,14 +319,14 @@ MUTANTS = [
         "align.py",
         "self.train.append((group, order[cut:]))",
         "self.train.append((group, order[:cut]))",
-        "tests/test_align.py",
+        "tests/test_align.py::test_that_no_sample_is_both_learnt_from_and_held_out",
     ),
     Mutant(
         "alignment keeps the last weights, not the best",
         "align.py",
         "                if error < best[0]:\n",
         "                if True:\n",
-        "tests/laws/test_align.py::test_align_makes_the_error_smaller_and_keeps_the_best_weights",
+        "tests/test_align.py::test_that_the_best_student_is_kept",
     ),
     Mutant(
         "the budget is not kept",
