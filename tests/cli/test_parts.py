@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from crossfade.cli.console import InputError, need, staging
 from crossfade.cli.data import by_length, encode, trim
-from crossfade.cli.models import embed, load_encoder, no_dropout
 from crossfade.cli.progress import Clock, meter
-from crossfade.cli.report import write_json
+from crossfade.lab.inputs import InputError, need, staging
+from crossfade.lab.pretrained import embed, load_encoder, no_dropout
+from crossfade.lab.surroundings import write_json
 
 
 def test_staging_moves_files_when_all_went_well(tmp_path: Path) -> None:

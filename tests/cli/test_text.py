@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from crossfade.cli import text
-from crossfade.cli.console import InputError
+from crossfade.lab import text
+from crossfade.lab.inputs import InputError
 
 
 def letters(paragraph: str) -> str:

@@ -16,7 +16,7 @@ def main() -> None:
     from ..errors import CrossfadeError
 
     try:
-        from .console import need
+        from ..lab.inputs import need
 
         need("typer", "cli")
         need("rich", "cli")
@@ -24,7 +24,7 @@ def main() -> None:
 
         build()()
     except CrossfadeError as error:
-        from .console import exit_code
+        from ..lab.inputs import exit_code
 
         print(f"crossfade: {error}", file=sys.stderr)  # noqa: T201 - this is how a command speaks
         sys.exit(exit_code(error))

@@ -68,10 +68,68 @@ def _inspect(
     typer.echo(inspect(model, targets))
 
 
+Source = Annotated[str, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name, or an experiment file.")]
+Methods = Annotated[str | None, typer.Option(metavar="A,B,C", help="Methods to run, or `all`; default: the recipe's.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value: --set training.lr=1e-3.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes side by side; the figures do not depend on it.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Default: crossfade-NAME.")]
+
+
+def _run(
+    source: Source,
+    methods: Methods = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="Or 0-4; default: the recipe's.")] = None,
+    changes: Changes = None,
+    tuned: Annotated[Path | None, typer.Option(metavar="FILE", help="Rates that `crossfade tune` chose.")] = None,
+    jobs: Jobs = None,
+    out: Out = None,
+) -> None:
+    """Compare replacement methods over seeds; runs that are finished are not run again."""
+    from .lab import run
+
+    code = run(source, methods=methods, seeds=seeds, changes=changes or [], tuned=tuned, jobs=jobs, out=out)
+    raise typer.Exit(code)
+
+
+def _tune(
+    source: Source,
+    methods: Methods = None,
+    seeds: Annotated[str, typer.Option(metavar="SEEDS", help="Not to be used for figures.")] = "1000,1001",
+    rates: Annotated[str, typer.Option(metavar="A,B,C", help="Peak learning rates.")] = "1e-3,3e-3,1e-2,3e-2",
+    changes: Changes = None,
+    jobs: Jobs = None,
+    out: Out = None,
+) -> None:
+    """Give every method the same small budget of tuning, on the validation part."""
+    from .lab import tune
+
+    raise typer.Exit(tune(source, methods=methods, seeds=seeds, rates=rates, changes=changes or [], jobs=jobs, out=out))
+
+
+def _list() -> None:
+    """Recipes, methods and tasks."""
+    from .lab import listing
+
+    typer.echo(listing())
+
+
+def _report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="As `crossfade run` made it.")]) -> None:
+    """Write report.html, tables and figures of a run directory again."""
+    from .lab import report
+
+    report(folder)
+
+
 def build() -> typer.Typer:
     """The application with all its verbs."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     app.command("demo")(_demo)
     app.command("inspect")(_inspect)
+    app.command("run")(_run)
+    app.command("tune")(_tune)
+    app.command("list")(_list)
+    app.command("report")(_report)
     return app

@@ -16,11 +16,11 @@ from .. import schedules
 from ..fade import Fade, handle
 from ..gates import Deterministic
 from ..guidance import DeepFeatureGuidance
+from ..lab.pretrained import Encoder, embed, no_dropout
 from ..plan import Plan
 from ..students import Reinit
 from ..surgery import install
 from .data import Batch, Data, by_length, trim
-from .models import Encoder, embed, no_dropout
 from .progress import Clock, Meter
 
 __all__ = ["Arm", "Settings", "cold", "crossfade", "student_only"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .models import Encoder, embed
-from .text import Split
+from ..lab.pretrained import Encoder, embed
+from ..lab.text import Split
 
 __all__ = ["Batch", "Data", "by_length", "cosine", "encode", "trim"]
 

@@ -13,17 +13,18 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..lab import text
+from ..lab.inputs import need, staging
+from ..lab.pretrained import Encoder, find_attentions, load_encoder, use_threads
+from ..lab.surroundings import command, surroundings, versions, write_json
 from ..metrics import cosine_sum, count
 from ..outputs import find_main, main, valid_positions
 from ..persist import load, save
-from . import text
 from .arms import Settings, cold, crossfade, student_only
-from .console import need, staging
 from .data import Data, by_length, cosine, encode
 from .figures import interface_figure, learning_figure
-from .models import Encoder, find_attentions, load_encoder, use_threads
 from .progress import meter
-from .report import command, score_table, surroundings, versions, write_json
+from .tables import score_table
 
 __all__ = ["demo"]
 

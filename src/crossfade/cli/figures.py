@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .console import need
+from ..lab.inputs import need
 
 __all__ = ["interface_figure", "learning_figure"]
 

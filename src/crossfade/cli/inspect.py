@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..lab.inputs import InputError
+from ..lab.pretrained import find_attentions, load_model
 from ..targets import select
-from .console import InputError
-from .models import find_attentions, load_model
 
 __all__ = ["inspect"]
 

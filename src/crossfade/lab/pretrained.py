@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from ..errors import SelectionError
 from ..targets import Selection, select
-from .console import InputError, need
+from .inputs import InputError, need
 
 __all__ = [
     "ATTENTIONS",

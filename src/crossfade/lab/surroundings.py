@@ -1,4 +1,4 @@
-"""What a measuring verb writes beside its figures: versions, threads, the command; and the table that it prints."""
+"""What is written beside figures: versions, machine, threads, the command."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-__all__ = ["command", "score_table", "surroundings", "versions", "write_json"]
+__all__ = ["command", "surroundings", "versions", "write_json"]
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -48,15 +47,3 @@ def command() -> str:
 def write_json(data: Mapping[str, Any], path: Path) -> None:
     """Strict JSON: a value that is not finite is an error here rather than for the reader of the file."""
     path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def score_table(title: str, rows: Sequence[tuple[str, float, float | None, int | str | None]]) -> Table:
-    """Rows of (name, cosine, seconds, optimizer steps); None where there was no training."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("model")
-    for name in ("cosine", "training", "steps"):
-        table.add_column(name, justify="right")
-    for name, value, seconds, steps in rows:
-        cells = ("-" if seconds is None else f"{seconds:.1f} s", "-" if steps is None else str(steps))
-        table.add_row(name, f"{value:.4f}", *cells, style="bold" if name.startswith("crossfade") else "")
-    return table

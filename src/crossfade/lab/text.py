@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .console import InputError
+from .inputs import InputError
 
 __all__ = ["Split", "own_topics", "paragraphs", "pydoc_topics", "split"]
 
