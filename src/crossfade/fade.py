@@ -317,15 +317,17 @@ class Fade:
         lr: float | None = None,
         student_lr: float | None = None,
         no_decay: Iterable[str] = (),
+        rates: Mapping[str, float] | None = None,
     ) -> list[dict[str, Any]]:
         """Optimizer groups of everything that trains.
 
         Args:
-            weight_decay: For tensors of two or more dimensions; biases, norms, scales and what the model's own
-                `no_weight_decay()` names get 0.
+            weight_decay: For tensors of two or more dimensions; biases, norms, scales, what `no_weight_decay()` of the
+                model or of a student names, and parameters marked with `_no_weight_decay` get 0.
             lr: Learning rate of the backbone (and of the students unless `student_lr`); None: the optimizer's.
             student_lr: Learning rate of the students.
             no_decay: Globs on further parameter or module paths without decay.
+            rates: Learning rates of their own, by glob; the first that matches counts.
 
         Returns:
             Groups with `params`, `name` (`students/decay`, ...), `weight_decay` and, when given, `lr`.
@@ -335,7 +337,13 @@ class Fade:
         """
         self._alive("parameter_groups")
         return training.parameter_groups(
-            self.model, self.sites, weight_decay=weight_decay, lr=lr, student_lr=student_lr, no_decay=no_decay
+            self.model,
+            self.sites,
+            weight_decay=weight_decay,
+            lr=lr,
+            student_lr=student_lr,
+            no_decay=no_decay,
+            rates=rates or {},
         )
 
     def align(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from .errors import SelectionError, StateError
 from .plan import Trains
 from .site import Site
 
-__all__ = ["audit", "freeze", "opened", "parameter_groups", "summary"]
+__all__ = ["audit", "freeze", "no_decay_names", "opened", "parameter_groups", "summary"]
 
 
 def students_of(sites: Iterable[Site]) -> dict[int, str]:
@@ -95,6 +95,29 @@ def keep_in_eval(sites: list[Site], statistics: list[tuple[nn.Module, bool]]) ->
             frozen.eval()
 
 
+def no_decay_names(model: nn.Module) -> set[str]:
+    """Names of parameters that weight decay must leave alone; for loops that make their own groups.
+
+    Vectors, scalars and biases; what `no_weight_decay()` of the model or of a module in it names (timm's convention);
+    and parameters marked with `_no_weight_decay = True`. Scales and gate logits are small in number whatever their
+    shape, and decaying them towards 0 is a bug; a student says so of its own by one of the two.
+
+    Example:
+        >>> sorted(no_decay_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
+        ['0.bias', '1.bias', '1.weight']
+    """
+    named = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "no_weight_decay", set)()
+    }
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.dim() < 2 or name.endswith("bias") or name in named or getattr(p, "_no_weight_decay", False)
+    }
+
+
 def parameter_groups(
     model: nn.Module,
     sites: list[Site],
@@ -103,10 +126,11 @@ def parameter_groups(
     lr: float | None,
     student_lr: float | None,
     no_decay: Iterable[str],
+    rates: Mapping[str, float],
 ) -> list[dict[str, Any]]:
     """See `Fade.parameter_groups`."""
     students = students_of(sites)
-    exempt = set(getattr(model, "no_weight_decay", set)())
+    exempt = no_decay_names(model)
     patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
     used: set[str] = set()
     groups: dict[str, dict[str, Any]] = {}
@@ -114,20 +138,20 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         by_user = [pattern for pattern in patterns if matches(pattern, name)]
-        used.update(by_user)
-        # Scales, biases and gate logits are small in number whatever their shape; decaying them towards 0 is a bug.
-        decays = parameter.dim() >= 2 and not by_user and name not in exempt and not name.endswith("bias")
+        own = [pattern for pattern in rates if matches(pattern, name)][:1]
+        used.update((*by_user, *own))
+        decays = not by_user and name not in exempt
         is_student = id(parameter) in students
-        key = f"{'students' if is_student else 'backbone'}/{'decay' if decays else 'no_decay'}"
+        key = "/".join(["students" if is_student else "backbone", "decay" if decays else "no_decay", *own])
         group = groups.setdefault(key, {"params": [], "name": key, "weight_decay": weight_decay if decays else 0.0})
-        rate = (student_lr if student_lr is not None else lr) if is_student else lr
+        rate = rates[own[0]] if own else student_lr if is_student and student_lr is not None else lr
         if rate is not None:
             group["lr"] = rate
         group["params"].append(parameter)
-    for pattern in patterns:
+    for argument, pattern in [*(("no_decay", p) for p in patterns), *(("rates", p) for p in rates)]:
         if pattern not in used:
             raise SelectionError(
-                f"no_decay: the pattern {pattern!r} matches no trainable parameter.",
+                f"{argument}: the pattern {pattern!r} matches no trainable parameter.",
                 expected="a glob on parameter or module paths, such as '*norm*' or 'head'",
             )
     return list(groups.values())
