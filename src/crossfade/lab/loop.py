@@ -308,11 +308,11 @@ class _Run:
         guidance = self.fade.guidance()
         if phase == "align" and stage.guidance is not None and self.training.trains == "students":
             return guidance, 0.0, float(guidance.detach())
+        # Distillation first: it finds two models that answer differently before a label meets a missing class.
+        with self.accelerator.autocast():
+            extra = distiller.loss(output, batch, index) if distiller is not None else 0.0
         task = self.loaded.loss(output, batch)
-        loss = stage.task * task + guidance
-        if distiller is not None:
-            with self.accelerator.autocast():
-                loss = loss + distiller.loss(output, batch, index)
+        loss = stage.task * task + guidance + extra
         return loss, float(task.detach()), float(guidance.detach())
 
     # ---- measuring, all off the clock --------------------------------------------------------------------------
@@ -363,8 +363,8 @@ class _Run:
     def _save(self, stage: int, step: int) -> None:
         if self.folder is None or not self.accelerator.is_main_process:
             return
-        self.record["done"], self.record["timed"], self.record["bytes"] = self.done, self.timed, self.bytes
-        found = checkpoint.Checkpoint(self.key, stage, step, self.record, self.fade.state_dict(), self.clock.seconds)
+        record = self.record | {"done": self.done, "timed": self.timed, "bytes": self.bytes}
+        found = checkpoint.Checkpoint(self.key, stage, step, record, self.fade.state_dict(), self.clock.seconds)
         checkpoint.save(self.folder, found, self.model.state_dict(), self.optimizer)
 
     def _resume(self) -> checkpoint.Checkpoint | None:

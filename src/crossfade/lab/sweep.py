@@ -180,7 +180,8 @@ class _Worker:
             start_new_session=True,
         )
         self.send(experiment=str(folder / "experiment.yaml"), folder=str(folder))
-        threading.Thread(target=self._listen, args=(news,), daemon=True).start()
+        self._ear = threading.Thread(target=self._listen, args=(news,), daemon=True)
+        self._ear.start()
 
     def _listen(self, news: queue.Queue[Any]) -> None:
         assert self.process.stdout is not None
@@ -194,11 +195,15 @@ class _Worker:
         self.process.stdin.flush()
 
     def end(self) -> None:
+        """Stop it at once; a finished run's file is whole whatever happens to its process."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         self.process.kill()
         self.process.wait()
+        self._ear.join()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         self.log.close()
 
 

@@ -1,0 +1,5 @@
+"""`python -m crossfade.cli`."""
+
+from . import main
+
+main()
