@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -96,13 +97,16 @@ def run(
     Raises:
         InputError: Bad input; nothing is written then.
     """
-    console = Console(stderr=False, highlight=False, soft_wrap=True)
+    quiet = os.environ.get("RANK", "0") != "0"  # Of several processes, the first one speaks.
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     experiment = resolve(source, methods=methods, seeds=seeds, changes=changes)
     if tuned is not None:
         experiment = apply(experiment, tuned)
     folder = out if out is not None else Path(f"crossfade-{experiment.name}")
     experiment = prepare(experiment, folder)
     outcome = _sweep(console, experiment, folder, jobs)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     return _end(console, experiment, folder, outcome)
 
 

@@ -19,7 +19,7 @@ from ..surgery import install
 from . import checkpoint
 from .distill import Distiller
 from .experiment import Experiment
-from .inputs import need
+from .inputs import InputError, need
 from .measure import Clock, curvature, gate_variance, interfaces, saved_bytes
 from .methods import Align, Joint, Stage
 from .order import generator, indices, order
@@ -63,6 +63,28 @@ def run(
     return _Run(experiment, label, seed, loaded, folder, tell or (lambda _: None)).run()
 
 
+def _accelerator(experiment: Experiment, folder: Path | None) -> Any:
+    """Accelerate's handle on device, precision, processes and trackers.
+
+    Raises:
+        InputError: A tracker is unknown or not installed.
+    """
+    trackers = list(experiment.evaluation.trackers)
+    try:
+        made = need("accelerate", "hf").Accelerator(
+            cpu=experiment.training.device == "cpu",
+            mixed_precision=experiment.training.precision,
+            log_with=trackers or None,
+            project_dir=str(folder.parent.parent / "trackers") if folder is not None else None,
+        )
+    except ValueError as error:
+        raise InputError(f"evaluation.trackers: {error}") from None
+    there = [str(getattr(tracker, "value", tracker)) for tracker in made.log_with]
+    if lost := [name for name in trackers if name not in there]:  # Accelerate only writes a line to its log.
+        raise InputError(f"evaluation.trackers: not installed: {', '.join(lost)}", do=f"pip install {' '.join(lost)}")
+    return made
+
+
 class _Run:
     """The state of one run."""
 
@@ -75,9 +97,7 @@ class _Run:
         self.stages = self.method.resolved(self.training.steps, self.training.lr)
         self.key = experiment.key(label, seed)
         self.folder = folder
-        self.accelerator = need("accelerate", "hf").Accelerator(
-            cpu=self.training.device == "cpu", mixed_precision=self.training.precision
-        )
+        self.accelerator = _accelerator(experiment, folder)
         self.device = self.accelerator.device
         self.done = 0  # optimizer steps, of all stages
         self.tracked = 0
@@ -92,6 +112,9 @@ class _Run:
         self.record = self._heading()
         self._install()
         self.clock = Clock(self.evaluation.clock)
+        if self.evaluation.trackers:
+            config = {"method": self.label, "seed": self.seed, "key": self.key}
+            self.accelerator.init_trackers(f"{self.label}-s{self.seed}", config=config)
         resumed = self._resume()
         if resumed is None:
             with self.clock.paused():
@@ -109,6 +132,8 @@ class _Run:
             step = 0
         self.record["seconds"]["total"] = self.clock.seconds
         self._finish()
+        if self.evaluation.trackers:
+            self.accelerator.end_training()
         del self.record["stage_began"]
         self.record["seconds"]["wall"] = time.perf_counter() - begin
         return self.record
@@ -220,6 +245,9 @@ class _Run:
             distiller = Distiller(self.loaded, self.fade.sites, stage.distill, self.loaded.model)
         self.fade.attach(self.optimizer)
         self.model.train()
+        # What trains may differ between stages, so each has a wrapper of its own.
+        several = self.accelerator.num_processes > 1
+        self.parallel = self.accelerator.prepare_model(self.model) if several else self.model
         marks = {round(stage.steps * k / self.evaluation.points) for k in range(1, self.evaluation.points + 1)}
         for step in range(start, stage.steps):
             if step in self.evaluation.variance:
@@ -280,15 +308,17 @@ class _Run:
         dice = generator("augment", self.seed, step)
         first = self.evaluation.costs and phase not in self.bytes
         parts = index.split(max(1, math.ceil(len(index) / self.training.accumulate)))
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
         task = guidance = 0.0
         for part in parts:
-            batch = self._batch(part, dice)
+            mine = part[rank::world]
+            batch = self._batch(mine, dice)
             if first:
                 with saved_bytes() as bytes_so_far:
-                    loss, task, guidance = self._loss(stage, phase, batch, part, distiller)
+                    loss, task, guidance = self._loss(stage, phase, batch, mine, distiller)
                 self.bytes[phase] = max(self.bytes.get(phase, 0), bytes_so_far())
             else:
-                loss, task, guidance = self._loss(stage, phase, batch, part, distiller)
+                loss, task, guidance = self._loss(stage, phase, batch, mine, distiller)
             self.accelerator.backward(loss * (len(part) / len(index)))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.training.clip is not None:
@@ -304,7 +334,7 @@ class _Run:
     ) -> tuple[Tensor, float, float]:
         """The loss of a micro-batch; while all sites align, the task loss is none of the students' business."""
         with self.accelerator.autocast():
-            output = self.loaded.forward(self.model, batch)
+            output = self.loaded.forward(self.parallel, batch)
         guidance = self.fade.guidance()
         if phase == "align" and stage.guidance is not None and self.training.trains == "students":
             return guidance, 0.0, float(guidance.detach())
@@ -332,6 +362,8 @@ class _Run:
                 sites = interfaces(self.model, self.fade.sites, self.originals, self.loaded, batch)
                 self.record["interface"].append({**here, "sites": sites})
         self.tell({"stage": stage, "score": score})
+        if self.evaluation.trackers:
+            self.accelerator.log({"score": score, "alpha": alpha} | self.fade.log(), step=self.done)
 
     def _variance(self, step: int) -> None:
         if any(site.blend.teacher is None for site in self.fade.sites):

@@ -18,9 +18,9 @@ from typing import Any
 from .experiment import Experiment, read, write
 from .inputs import InputError
 from .surroundings import command, surroundings, versions
-from .worker import cell_path
+from .worker import cell_path, write_record
 
-__all__ = ["Outcome", "default_jobs", "missing", "prepare", "sweep"]
+__all__ = ["Outcome", "default_jobs", "missing", "prepare", "several_processes", "sweep"]
 
 News = Callable[[dict[str, Any]], None]
 
@@ -59,6 +59,8 @@ def prepare(experiment: Experiment, folder: Path) -> Experiment:
         experiment = _merged(experiment, read(file), folder)
     elif folder.exists() and any(folder.iterdir()):
         raise InputError("the output folder holds something else.", where=folder, do="another --out")
+    if os.environ.get("RANK", "0") != "0":
+        return experiment  # One process of several writes.
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         staged = folder / f".experiment.{os.getpid()}.yaml"
@@ -220,11 +222,43 @@ def sweep(experiment: Experiment, folder: Path, *, jobs: int, tell: News | None 
         InputError: The task cannot be loaded; another sweep works in the folder.
         KeyboardInterrupt: Passed on, after the workers are gone.
     """
+    if several_processes():
+        return _together(experiment, folder, tell or (lambda _: None))
     with _locked(folder):
         todo = missing(experiment, folder)
         outcome = Outcome()
         if todo:
             _serve(experiment, folder, todo, min(jobs, len(todo)), outcome, tell or (lambda _: None))
+    return outcome
+
+
+def several_processes() -> bool:
+    """Whether torchrun or `accelerate launch` started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _together(experiment: Experiment, folder: Path, tell: News) -> Outcome:
+    """All processes of a launcher work on each run in turn; the first one writes."""
+    from .experiment import task_of
+    from .loop import run
+
+    first = os.environ.get("RANK", "0") == "0"
+    loaded = task_of(experiment.task).load()
+    outcome = Outcome()
+    for label, seed in missing(experiment, folder):
+        checkpoint = folder / "checkpoints" / f"{label}-s{seed}"
+        record = run(experiment, label, seed, loaded=loaded, folder=checkpoint)
+        outcome.done += 1
+        if first:
+            write_record(record, cell_path(folder, label, seed))
+            tell(
+                {
+                    "worker": 0,
+                    "kind": "done",
+                    **{key: record[key] for key in ("final", "seconds", "seed")},
+                    "label": label,
+                }
+            )
     return outcome
 
 
