@@ -90,7 +90,7 @@ def wait_for_cells(folder: Path, n: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_sweep_goes_on_to_the_same_figures(how: signal.Signals, loaded: Loaded, tmp_path: Path) -> None:
     wanted = experiment("dcr+dfg", "bern", seeds=(0, 1), training={"checkpoint_every": 2})
     whole = prepare(wanted, tmp_path / "whole")

@@ -260,7 +260,7 @@ def _stage_zero(model: nn.Module, task: CIFAR100, data: _Loaded, progress: Progr
     if task.pretrained:
         model.load_state_dict(_model(task, int(data.labels["train"].max()) + 1, pretrained=True).state_dict())
     model.to(device)
-    head = {id(p) for p in model.get_classifier().parameters()}  # type: ignore[operator] # timm's models have it
+    head = {id(p) for p in model.get_classifier().parameters()}  # type: ignore[operator]  # timm's models have it
     wanted = [p.requires_grad for p in model.parameters()]
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in head)
