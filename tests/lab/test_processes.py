@@ -27,9 +27,8 @@ def test_two_processes_equal_one(loaded: Loaded, tmp_path: Path) -> None:
     prepare(wanted, both)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "crossfade.cli", "run", str(both / "experiment.yaml"), "--out", str(both)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for label in methods:
         one, two = (json.loads((folder / "cells" / f"{label}-s0.json").read_text()) for folder in (alone, both))
