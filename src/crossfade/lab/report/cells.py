@@ -86,6 +86,16 @@ class Variance(_Data):
     squared_mean: float | None = None
 
 
+class Curvature(_Data):
+    """How far a random gate at one site bends the mean at the next nonlinearity, and the bound on it."""
+
+    step: Count
+    site: str
+    p: float
+    bias: Seconds
+    bound: Seconds
+
+
 class Cell(_Data):
     """One finished run: a method with one seed."""
 
@@ -108,6 +118,7 @@ class Cell(_Data):
     interface: list[Interface] = []
     costs: list[Cost] = []
     variance: list[Variance] = []
+    curvature: list[Curvature] = []
 
 
 class Evaluation(_Data):

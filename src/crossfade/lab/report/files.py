@@ -7,12 +7,13 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..inputs import InputError
-from .stats import Crossing
+from .cells import Cell
+from .stats import Crossing, mean
 from .summary import Difference, MethodSummary, Spread, Summary
 
 __all__ = ["csv_text", "json_text", "write"]
@@ -135,6 +136,9 @@ def _method(method: MethodSummary) -> dict[str, Any]:
             "lowest": method.curve.low,
             "highest": method.curve.high,
         },
+        "interface": _interface(method.cells),
+        "variance": [{"seed": cell.seed, **row.model_dump()} for cell in method.cells for row in cell.variance],
+        "curvature": [{"seed": cell.seed, **row.model_dump()} for cell in method.cells for row in cell.curvature],
         "per_seed": {
             str(cell.seed): {
                 "key": cell.key,
@@ -147,6 +151,20 @@ def _method(method: MethodSummary) -> dict[str, Any]:
             }
             for cell in method.cells
         },
+    }
+
+
+def _interface(cells: Sequence[Cell]) -> Mapping[str, Any]:
+    """Mean over seeds of cosine, error and CKA, per site, at each step that was measured."""
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for row in (row for cell in cells for row in cell.interface):
+        for site, scores in row.sites.items():
+            for name, value in scores.model_dump().items():
+                if value is not None:
+                    found.setdefault(site, {}).setdefault(name, {}).setdefault(row.step, []).append(value)
+    return {
+        site: {name: [[step, mean(values)] for step, values in sorted(steps.items())] for name, steps in names.items()}
+        for site, names in found.items()
     }
 
 
