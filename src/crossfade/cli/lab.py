@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from ..lab.inputs import InputError
 from ..lab.methods import METHODS
 from ..lab.recipes import RECIPES
 from ..lab.report import write_report
+from ..lab.surroundings import command
 from ..lab.sweep import Outcome, default_jobs, missing, prepare, sweep
 from ..lab.tasks import TASKS
 from ..lab.tuning import apply, choose, grid
@@ -123,8 +123,8 @@ def _sweep(console: Console, experiment: Experiment, folder: Path, jobs: int | N
             return sweep(experiment, folder, jobs=jobs, tell=show.tell)
     except KeyboardInterrupt:
         left = len(missing(experiment, folder))
-        again = shlex.join(["crossfade", "run", str(folder / "experiment.yaml"), "--out", str(folder)])
-        console.print(f"stopped; {total - left} of {total} runs are done. To go on: {again}")
+        # The same command goes on: what is finished is not run again.
+        console.print(f"stopped; {total - left} of {total} runs are done. To go on: {command()}", markup=False)
         sys.exit(130)
 
 

@@ -272,9 +272,7 @@ def _interface(summary: Summary) -> Figure:
     bar.ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=7)
     bar.set_label("interface cosine", color=INK, fontsize=9)
     shared = _common(panels[0][1])
-    caption = (
-        "Cosine of student and teacher on the student's own inputs, mean over seeds; 1 is a perfect copy. "
-    )
+    caption = "Cosine of student and teacher on the student's own inputs, mean over seeds; 1 is a perfect copy. "
     caption += f"One row per site{f' ({shared})' if shared else ''}, one column per measurement."
     return Figure("interface", "Interface cosine per site over time", caption, figure)
 
