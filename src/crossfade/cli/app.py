@@ -83,13 +83,26 @@ def _run(
     seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="Or 0-4; default: the recipe's.")] = None,
     changes: Changes = None,
     tuned: Annotated[Path | None, typer.Option(metavar="FILE", help="Rates that `crossfade tune` chose.")] = None,
+    equal_seconds: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Scale each method's steps to the reference's seconds, as measured in DIR."),
+    ] = None,
     jobs: Jobs = None,
     out: Out = None,
 ) -> None:
     """Compare replacement methods over seeds; runs that are finished are not run again."""
     from .lab import run
 
-    code = run(source, methods=methods, seeds=seeds, changes=changes or [], tuned=tuned, jobs=jobs, out=out)
+    code = run(
+        source,
+        methods=methods,
+        seeds=seeds,
+        changes=changes or [],
+        tuned=tuned,
+        as_long_as=equal_seconds,
+        jobs=jobs,
+        out=out,
+    )
     raise typer.Exit(code)
 
 

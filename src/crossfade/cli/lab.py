@@ -25,7 +25,7 @@ from ..lab.report import write_report
 from ..lab.surroundings import command
 from ..lab.sweep import Outcome, default_jobs, missing, prepare, sweep
 from ..lab.tasks import TASKS
-from ..lab.tuning import apply, choose, grid
+from ..lab.tuning import apply, choose, equal_seconds, grid
 from ..lab.tuning import tuned as write_tuned
 
 __all__ = ["listing", "report", "resolve", "run", "tune"]
@@ -86,6 +86,7 @@ def run(
     seeds: str | None,
     changes: Sequence[str],
     tuned: Path | None,
+    as_long_as: Path | None,
     jobs: int | None,
     out: Path | None,
 ) -> int:
@@ -102,6 +103,8 @@ def run(
     experiment = resolve(source, methods=methods, seeds=seeds, changes=changes)
     if tuned is not None:
         experiment = apply(experiment, tuned)
+    if as_long_as is not None:
+        experiment = equal_seconds(experiment, as_long_as)
     folder = out if out is not None else Path(f"crossfade-{experiment.name}")
     experiment = prepare(experiment, folder)
     outcome = _sweep(console, experiment, folder, jobs)

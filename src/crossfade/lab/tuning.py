@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 from .experiment import Experiment, read
 from .inputs import InputError
+from .methods import Joint
 from .worker import cell_path, write_record
 
-__all__ = ["apply", "choose", "grid", "tuned"]
+__all__ = ["apply", "choose", "equal_seconds", "grid", "tuned"]
 
 
 def grid(experiment: Experiment, rates: Sequence[float]) -> Experiment:
@@ -111,3 +113,52 @@ def apply(experiment: Experiment, path: Path) -> Experiment:
     data = experiment.model_dump(mode="json") | {"methods": methods}
     data["notes"] = data["notes"] | {"methods": f"rates from {path.name}"}
     return Experiment.model_validate(data)
+
+
+def equal_seconds(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with each method's joint steps scaled, so that all take the seconds of the reference.
+
+    The cost of each method is measured in an earlier sweep of the same experiment, so the number of steps is fixed
+    before the run and the figures stay a function of the seed. Alignment keeps its steps; a method of alignment alone
+    stays as it is.
+
+    Args:
+        experiment: With a reference.
+        folder: A sweep that holds every method, at the steps that the experiment has.
+
+    Raises:
+        InputError: A method, or the reference, is not in the sweep.
+    """
+    reference = experiment.reference or next(iter(experiment.methods))
+    spent = {label: _seconds(folder, label) for label in {*experiment.methods, reference}}
+    budget = sum(spent[reference].values())
+    methods = {}
+    for label, settings in experiment.methods.items():
+        methods[label] = dict(settings)
+        stages = experiment.method(label).resolved(experiment.training.steps, experiment.training.lr)
+        joint = [stage for stage in stages if isinstance(stage, Joint)]
+        if joint and spent[label].get(joint[0].name):
+            others = sum(spent[label].values()) - spent[label][joint[0].name]
+            share = max(0.0, budget - others) / spent[label][joint[0].name]
+            methods[label] = {"method": label, **settings, "steps": max(1, round(joint[0].steps * share))}
+    data = experiment.model_dump(mode="json") | {"methods": methods}
+    data["notes"] = data["notes"] | {"methods.*.steps": f"as many as fit into the seconds of {reference}"}
+    return Experiment.model_validate(data)
+
+
+def _seconds(folder: Path, label: str) -> dict[str, float]:
+    """Mean seconds of each stage of a method, over the runs that are there."""
+    found: dict[str, list[float]] = {}
+    for path in sorted((folder / "cells").glob(f"{glob.escape(label)}-s*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["method"] != label:
+                continue
+            for name, value in record["seconds"].items():
+                if name not in ("total", "wall"):
+                    found.setdefault(name, []).append(float(value))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise InputError("a result file cannot be read.", where=path, do="delete it and run it again") from None
+    if not found and not list((folder / "cells").glob(f"{glob.escape(label)}-s*.json")):
+        raise InputError("the cost of a method was not measured there.", where=folder, got=label)
+    return {name: statistics.fmean(values) for name, values in found.items()}
