@@ -140,12 +140,13 @@ class _Run:
 
     def _heading(self) -> dict[str, Any]:
         loaded, samples = self.loaded, self.evaluation.samples
+        base = self.experiment.methods[self.label].get("method", self.label)
         model = loaded.model.to(self.device)
         return {
             "schema": 1,
             "method": self.label,
-            "base": self.experiment.methods[self.label].get("method", self.label),
-            "title": self.method.title,
+            "base": base,
+            "title": self.method.title + (f" ({self.label})" if self.label != base else ""),
             "source": self.method.source,
             "seed": self.seed,
             "key": self.key,
