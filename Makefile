@@ -24,7 +24,7 @@ ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
-.PHONY: help install demo lint types check test test-full mutants bench docs-check format clean
+.PHONY: help install demo lint types check test test-full mutants bench results docs-check format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-full   all tests, slow ones and a wider random search included"
 	@echo "make mutants     wrong implementations, each of which a test must catch"
 	@echo "make bench       what a blended step costs, as ratios (bench-out/)"
+	@echo "make results     docs/results/lab.md from the result files in docs/results/data"
 	@echo "make docs-check  run the code in README.md and docs/"
 	@echo "make format      let ruff fix and format the code"
 	@echo "make clean       remove caches and outputs; .venv stays"
@@ -58,7 +59,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 check: lint types
-	$(PYTEST) -m "not slow and not real and not dist and not compiled and not docs" $(ARGS)
+	$(PYTEST) -m "not slow and not real and not processes and not dist and not compiled and not docs" $(ARGS)
 
 test: lint types
 	$(PYTEST) -m "not slow" --durations=15 $(ARGS)
@@ -72,6 +73,9 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	mkdir -p bench-out
 	$(BIN)/python benchmarks/blend_cost.py --json bench-out/blend_cost.json $(ARGS)
+
+results: $(STAMP)
+	$(BIN)/python benchmarks/results_page.py page
 
 docs-check: $(STAMP)
 	$(PYTEST) tests/repo/test_docs_run.py tests/repo/test_public_api.py $(ARGS)

@@ -24,6 +24,7 @@ def records(folder: Path) -> dict[str, dict]:
     return {path.name: figures(json.loads(path.read_text())) for path in sorted((folder / "cells").glob("*.json"))}
 
 
+@pytest.mark.processes
 def test_the_figures_do_not_depend_on_the_number_of_processes(loaded: Loaded, tmp_path: Path) -> None:
     wanted = experiment("dcr+dfg", "bern", seeds=(0, 1))
     for jobs in (1, 2):
@@ -70,6 +71,7 @@ def test_a_result_that_cannot_be_used_is_named(content: str, tmp_path: Path) -> 
         missing(wanted, tmp_path / "out")
 
 
+@pytest.mark.processes
 def test_a_missing_data_folder_is_said_before_any_run(tmp_path: Path) -> None:
     task = {"kind": "fashion-mnist", "folder": str(tmp_path)}
     wanted = prepare(experiment("dcr").model_copy(update={"task": task}), tmp_path / "out")
@@ -124,6 +126,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
             sweep(wanted, tmp_path / "out", jobs=1)
 
 
+@pytest.mark.processes
 def test_a_run_that_fails_does_not_stop_the_others(loaded: Loaded, tmp_path: Path) -> None:
     methods = {
         "bad": {"method": "align", "samples": 2, "align_batch": 1, "align_lr": 1e38, "align_steps": 40},
