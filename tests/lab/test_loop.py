@@ -81,6 +81,7 @@ def test_all_methods_start_from_the_same_student(loaded: Loaded) -> None:
     labels = ["dcr", "bern", "kd", "student-only", "floor"]
     starts = [run(experiment(*labels), label, 0, loaded=loaded)["interface"][0]["sites"] for label in labels]
     assert len(starts[0]) == 6
+    assert max(row["cosine"] for row in starts[0].values()) < 0.9  # Of the cold student, not of the blend.
     assert all(start == starts[0] for start in starts)
 
 
