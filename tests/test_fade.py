@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import pickle
 import warnings
 from itertools import pairwise
@@ -14,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import crossfade
 from crossfade import Adaptive, Bernoulli, DeepFeatureGuidance, Deterministic, Plan, schedules, students
-from crossfade.errors import NonFiniteError, PlanError, StateError
+from crossfade.errors import CrossfadeError, NonFiniteError, PersistError, PlanError, StateError
 from crossfade.fade import handle
 from tests.models import GATES, MLP, adamw, batch, difference, equal, gates, net, padding, plan, portrait, train
 
@@ -630,3 +632,84 @@ def test_that_a_run_is_silent():
         fade.attach(optimizer)
         train(fade.model, fade, optimizer, 0, 3)
         fade.finalize(probe=IDS)
+
+
+# ---- what a newcomer hands in ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [0, -1, True, float("nan"), float("inf"), "x", torch.ones(2)])
+def test_that_num_items_is_a_positive_number(items):
+    fade = installed(guidance=crossfade.DeepFeatureGuidance())
+    fade.model(IDS)
+    with pytest.raises(StateError, match="num_items"):
+        fade.guidance(num_items=items)
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "a", None, True])
+def test_that_a_bad_step_moves_nothing(step):
+    fade = installed()
+    fade.seek(1)
+    alphas = [site.alpha for site in fade.sites]
+    with pytest.raises(StateError, match="whole number"):
+        fade.seek(step)
+    assert fade.step_count == 1
+    assert [site.alpha for site in fade.sites] == alphas
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.update(step=-5),
+        lambda state: state.update(step=1e300),
+        lambda state: state.update(step=True),
+        lambda state: next(iter(state["sites"].values()))["power"].__setitem__(0, -1.0),
+        lambda state: next(iter(state["sites"].values()))["power"].__setitem__(0, math.nan),
+        lambda state: next(iter(state["sites"].values()))["power"].__setitem__(1, math.inf),
+    ],
+)
+def test_that_a_state_with_impossible_numbers_is_refused(damage):
+    fade = installed()
+    state = json.loads(json.dumps(fade.state_dict()))
+    damage(state)
+    with pytest.raises(PersistError):
+        installed().load_state_dict(state)
+
+
+def test_that_a_teacher_which_answers_0_is_named_before_the_step():
+    fade = installed(guidance=crossfade.DeepFeatureGuidance(), gate=crossfade.Deterministic("linear"))
+    for parameter in fade.sites[1].blend.teacher.parameters():
+        nn.init.zeros_(parameter)
+    optimizer = torch.optim.SGD(fade.parameter_groups(), lr=0.1)
+    fade.attach(optimizer)
+    before = [p.detach().clone() for p in fade.sites[1].blend.student.parameters()]
+    fade.model(IDS)
+    fade.guidance().backward()
+    with pytest.raises(NonFiniteError, match=r"blocks\.1"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, fade.sites[1].blend.student.parameters(), strict=True))
+
+
+def test_that_a_forward_before_the_alignment_does_not_reach_the_training_after_it():
+    fade = installed(guidance=crossfade.DeepFeatureGuidance())
+    fade.model(IDS)  # Its guidance is never read.
+    fade.align([IDS], steps=3)
+    fade.model(IDS)
+    fade.guidance().backward()
+
+
+def test_that_students_which_are_not_finite_are_said_to_be():
+    fade = installed(gate=crossfade.Deterministic(0.0))
+    for parameter in fade.sites[0].blend.student.parameters():
+        nn.init.constant_(parameter, math.nan)
+    with pytest.raises(CrossfadeError, match="not finite"):
+        fade.finalize(probe=IDS)
+
+
+def test_that_an_attribute_which_only_the_teacher_had_is_asked_to_be_carried():
+    fade = installed(gate=crossfade.Deterministic(0.0))
+    blend = fade.sites[0].blend
+    blend.teacher.attention_type = "full"
+    assert blend.attention_type == "full"
+    blend.release_teacher()
+    with pytest.raises(AttributeError, match=r"carry=\('attention_type',\)"):
+        blend.attention_type  # noqa: B018 - reading it is the point

@@ -470,7 +470,7 @@ def test_mask_argument():
     assert outputs.mask_argument(names, (X,), {"attention_mask": REAL}) is REAL
     assert outputs.mask_argument(names, (X,), {}) is None
     assert outputs.mask_argument(names, (X, None), {}) is None
-    assert outputs.mask_argument(names, (X, torch.ones(B, 1, L, L)), {}) is None
+    assert outputs.mask_argument(names, (X, torch.ones(B)), {}) is None
     assert outputs.mask_argument((), (X, REAL, 1, 2), {}) is None
     torch_names = ("src", "mask", "src_key_padding_mask")
     assert torch.equal(outputs.mask_argument(torch_names, (X,), {"src_key_padding_mask": ~TRUTH}), TRUTH)

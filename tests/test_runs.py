@@ -341,6 +341,48 @@ def test_a_run_in_timm_vit(tmp_path):
     assert torch.equal(again(x), out)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_that_a_configuration_which_other_models_hold_is_not_touched(nested):
+    class Config:
+        def __init__(self, **given):
+            self.__dict__.update(given)
+
+    class Part(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config, self.layers = config, nn.ModuleList(nn.Linear(4, 4) for _ in range(config.num_layers))
+
+        def forward(self, x):
+            for layer in self.layers[: self.config.num_layers]:
+                x = layer(x)
+            return x
+
+    class Whole(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config, self.part = config, Part(config.part if nested else config)
+
+        def forward(self, x):
+            return self.part(x)
+
+    inner = Config(num_layers=4, layer_types=["a", "b", "c", "d"])
+    config = Config(part=inner, name="whole") if nested else inner
+    model, other = Whole(config), Whole(config)
+    x = torch.randn(2, 4)
+    expected = other(x)
+    plan = crossfade.Plan(
+        targets="part.layers[1:3]", student=lambda teacher, site: nn.Linear(4, 4), gate=Deterministic(0.0)
+    )
+    model = crossfade.install(model, plan, total_steps=1).finalize(probe=x)
+    assert len(model.part.layers) == model.part.config.num_layers == 3
+    assert model.part.config.layer_types == ["a", "b", "d"]
+    assert (model.config.part if nested else model.config) is model.part.config
+    assert inner.num_layers == len(inner.layer_types) == 4
+    assert config is other.config
+    assert other.part.config is inner
+    assert torch.equal(other(x), expected)
+
+
 def test_that_a_causal_language_model_still_generates_after_a_run(tmp_path):
     transformers = pytest.importorskip("transformers")
 

@@ -167,6 +167,7 @@ def align(
         raise StateError(
             "alignment needs the teachers, and some are gone.", where=", ".join(gone), do="align before the fade"
         )
+    ledger.clear()  # Terms of a forward before the alignment hold a graph that the students' first step breaks.
     begin = time.perf_counter()
     taken, complete = capture(model, sites, ledger, batches, parse_bytes(memory_budget), forward)
     seconds = time.perf_counter() - begin
@@ -247,6 +248,12 @@ class _SiteTrainer:
             size = whole.abs().max().clamp_min(1e-6)
             if alone.shape == whole.shape and bool((alone - whole).abs().max() <= tolerance * size):
                 return cut
+        if not bool(whole.isfinite().all()):
+            raise NonFiniteError(
+                "the teacher's output on captured inputs is not finite.",
+                where=self.site.path,
+                do="look for NaN or infinity in the batches",
+            )
         raise self._uncuttable("outputs that differ")
 
     def _answer(self, chunk: Chunk, cut: list[bool]) -> Tensor:

@@ -423,8 +423,13 @@ class Blend(nn.Module):
             carried = self.__dict__.get("carried", {})
             if teacher is None and name in carried and not hasattr(source, name):
                 return carried[name]
-            if source is None or (name.startswith("_") and name != "_qkv_same_embed_dim") or not hasattr(source, name):
+            if source is None or (name.startswith("_") and name != "_qkv_same_embed_dim"):
                 raise
+            if not hasattr(source, name):
+                raise AttributeError(
+                    f"{self.__dict__.get('site_path')}: neither the site nor its student has an attribute {name!r}. If "
+                    f"code outside reads it off the old module, keep it: carry=({name!r},) in the swap."
+                ) from None
         value = getattr(source, name)
         if isinstance(value, Tensor) and not self.__dict__.get("tensors_may_be_read", False):
             self.__dict__["tensors_may_be_read"] = True  # Once is enough.

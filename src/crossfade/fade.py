@@ -109,10 +109,10 @@ class Fade:
         """Go to optimizer step `step` (0 = nothing done). Gates depend on the step alone; controllers keep their state.
 
         Raises:
-            StateError: The fade has ended.
+            StateError: The fade has ended, or `step` is no whole number >= 0.
         """
         self._alive("seek")
-        self.step_count = step
+        self.step_count = state.whole_step(step)
         for site in self.sites:
             site.seek(step, self.total_steps, self.plan.seed)
             site.blend.observing = site.adaptive or bool(self.metrics_every and step % self.metrics_every == 0)
@@ -210,7 +210,7 @@ class Fade:
             0-dim float32 with a gradient; plain 0 when no site has guidance at this step.
 
         Raises:
-            StateError: A site should have recorded something, and has not.
+            StateError: A site should have recorded something, and has not; `num_items` is no number > 0.
         """
         self._alive("guidance")
         terms = self.ledger.read()
@@ -227,7 +227,7 @@ class Fade:
                 do="call model.train() and read once per forward; reentrant gradient checkpointing runs its forward "
                 "without gradients: use_reentrant=False",
             )
-        items = None if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=device)
+        items = state.items_of(num_items, device)
         total = torch.zeros((), device=device)
         for site in wanted:
             value = site.guidance_value(terms[site.path], items)

@@ -180,6 +180,12 @@ def prove(model: nn.Module, sites: list[Site], before: Any, batch: Any) -> None:
         CrossfadeError: They are not bit-equal (the model is then put back as it was).
     """
     gap = largest_difference(before, look(model, batch))
+    if any(not bool(t.isfinite().all()) for t in outputs.tensors(before) if t.is_floating_point()):
+        raise CrossfadeError(
+            "the students answer the probe with values that are not finite.",
+            where=", ".join(site.path for site in sites),
+            do="look for NaN in the students' weights and in the probe; finalize() without a probe proves nothing",
+        )
     if gap != 0.0:
         raise CrossfadeError(
             "the finalized model does not answer as the student view did.",

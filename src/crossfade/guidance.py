@@ -146,6 +146,10 @@ class DeepFeatureGuidance:
         return value if power is None else value / power
 
 
+# The power of a teacher that answers 0 everywhere: tiny, so that a student of zeros has no error.
+DEAD = torch.finfo(torch.float32).tiny * 1e6
+
+
 class Power:
     """Mean square of one teacher's output, measured in the first step (or by `calibrate`), then fixed.
 
@@ -166,7 +170,7 @@ class Power:
     @property
     def value(self) -> float:
         """Mean square per position and channel; tiny rather than 0 for a dead teacher."""
-        return max(self.total / max(self.positions, 1.0), torch.finfo(torch.float32).tiny * 1e6)
+        return max(self.total / max(self.positions, 1.0), DEAD)
 
 
 def lambda_at(

@@ -352,19 +352,32 @@ def padding_mask(kwargs: Mapping[str, Any], like: Tensor) -> Tensor | None:
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or like.dim() < 3 or not 2 <= mask.dim() <= 4:
         return None
-    # Additive masks hold 0 where a key is attended, and large negative numbers where it is not.
-    additive = mask.is_floating_point() and mask.dim() > 2
-    allowed = mask > _ADDITIVE_LIMIT if additive else mask != 0
-    if allowed.dim() == 4:
-        allowed = allowed.any(dim=1)
-    if allowed.dim() == 3:
-        allowed = allowed.any(dim=1)
+    allowed = _attended(mask)
     fits = allowed.shape[-1] == like.shape[1] and allowed.shape[0] in (1, like.shape[0])
     return allowed.expand(like.shape[:2]) if fits else None
 
 
+def _attended(mask: Tensor) -> Tensor:
+    """Which keys any query may see. Shapes: mask [B, L], [B, Q, L] or [B, H, Q, L] -> [B, L] bool.
+
+    Additive masks hold 0 where a key is attended and large negative numbers where it is not: floating ones with a row
+    per query, and those of two dimensions that hold a negative number.
+    """
+    if mask.is_floating_point() and mask.dim() > 2:
+        allowed = mask > _ADDITIVE_LIMIT
+    elif mask.is_floating_point():
+        allowed = torch.where((mask < 0).any(), mask > _ADDITIVE_LIMIT, mask != 0)
+    else:
+        allowed = mask != 0
+    for _ in range(mask.dim() - 2):
+        allowed = allowed.any(dim=1)
+    return allowed
+
+
 def mask_argument(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The 2-D padding mask among the arguments of a model's forward. Returns [B, L], 1 = a real token, or None.
+    """The padding mask among the arguments of a model's forward. Returns [B, L], 1 = a real token, or None.
+
+    `attention_mask` may be 0/1, bool or additive, with two to four dimensions: a key that no query may see is padding.
 
     Args:
         names: Parameter names of the forward, in order.
@@ -373,8 +386,8 @@ def mask_argument(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[s
     """
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask
+    if isinstance(mask, Tensor) and 2 <= mask.dim() <= 4:
+        return mask if mask.dim() == 2 and not mask.is_floating_point() else _attended(mask)
     mask = given.get("src_key_padding_mask")  # torch.nn: True = padding.
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool:
         return ~mask
@@ -435,13 +448,15 @@ def set_main_input(
 def valid_positions(mask: Tensor | None, like: Tensor, site: str = "") -> Tensor | None:
     """The padding mask of a main tensor as bool, True = a real token.
 
-    Shapes: mask [B, L] (0/1, bool) with like [B, L, D] -> [B, L]; None -> None (every position counts).
+    Shapes: mask [B, L] (0/1, bool, additive) or [1, L] with like [B, L, D] -> [B, L]; None -> None (all count).
 
     Raises:
         OutputError: The mask does not fit the tensor's leading dimensions.
     """
     if mask is None:
         return None
+    if mask.dim() == 2 < like.dim() and mask.shape[0] == 1:
+        mask = mask.expand(like.shape[0], -1)
     if not 1 <= mask.dim() < like.dim() or mask.shape != like.shape[: mask.dim()]:
         raise OutputError(
             "the padding mask does not fit this site's output.",
@@ -450,6 +465,8 @@ def valid_positions(mask: Tensor | None, like: Tensor, site: str = "") -> Tensor
             got=f"{list(mask.shape)} for an output of shape {list(like.shape)}",
             do="give the right one with fade.mask(mask), or count every position: guidance with mask=False",
         )
+    if mask.is_floating_point():  # With a negative number it is additive.
+        return torch.where((mask < 0).any(), mask > _ADDITIVE_LIMIT, mask != 0)
     return mask if mask.dtype == torch.bool else mask != 0
 
 

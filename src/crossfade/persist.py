@@ -269,7 +269,7 @@ def _read(folder: Path) -> dict[str, Any]:
         recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         found = recipe["format"]
         recipe["weights"]["sha256"], recipe["weights"]["aliases"], recipe["receipt"]["sites"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PersistError(
             "this folder holds no readable recipe.",
             where=folder / RECIPE,

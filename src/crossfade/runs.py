@@ -7,6 +7,7 @@ container and puts its counters right.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -109,13 +110,15 @@ def shorten(changes: Changes, model: nn.Module, run: Run, student: nn.Module) ->
     """Cut the modules of `run` down to `student`, and put counters and layer indices right.
 
     Counters are integer attributes of the modules above (and of their `config`) with a usual name (`num_layers`,
-    `num_hidden_layers`, `depth`, ...) that equal the old length; `config.layer_types` is cut likewise.
+    `num_hidden_layers`, `depth`, ...) that equal the old length; `config.layer_types` is cut likewise. A configuration
+    is copied first: other models may hold the same object.
     """
     container = resolve(model, run.container) if run.container else model
     old = list(container._modules.values())
     kept = [(i, student if i == run.start else m) for i, m in enumerate(old) if not run.start < i < run.stop]
     changes.children(container, [m for _, m in kept])
     above = [m for path, m in model.named_modules() if not path or run.container.startswith(path + ".")]
+    _own_configs(changes, model, [m for m in (*above, container) if _counts(getattr(m, "config", None), len(old))])
     for holder in (*above, container):
         for owner in (holder, getattr(holder, "config", None)):
             _count(changes, owner, len(old), len(kept), run)
@@ -124,6 +127,31 @@ def shorten(changes: Changes, model: nn.Module, run: Run, student: nn.Module) ->
             for name in _INDICES:
                 if module.__dict__.get(name) == old_index != new_index:
                     changes.set(module, name, new_index)
+
+
+def _own_configs(changes: Changes, model: nn.Module, holders: list[nn.Module]) -> None:
+    """Give the model copies of the configurations of `holders`, and of those that hold them, at every place."""
+    copies = {id(h.config): copy.copy(h.config) for h in holders}
+    everywhere = [m for m in model.modules() if m.__dict__.get("config") is not None]
+    for module in everywhere:  # A configuration of parts holds the part's: it has to hold the copy.
+        config = module.config
+        held = {name: value for name, value in getattr(config, "__dict__", {}).items() if id(value) in copies}
+        if held:
+            outer = copies.setdefault(id(config), copy.copy(config))
+            for name, value in held.items():
+                setattr(outer, name, copies[id(value)])
+    for module in everywhere:
+        if id(module.config) in copies:
+            changes.set(module, "config", copies[id(module.config)])
+
+
+def _counts(owner: object, old: int) -> bool:
+    """Whether `_count` would change something."""
+    own = getattr(owner, "__dict__", {})
+    kinds = own.get("layer_types")
+    return any(type(own.get(name)) is int and own[name] == old for name in _COUNTERS) or (
+        isinstance(kinds, list) and len(kinds) == old
+    )
 
 
 def _count(changes: Changes, owner: object, old: int, new: int, run: Run) -> None:

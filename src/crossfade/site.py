@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .blend import Blend
 from .errors import StateError
 from .gates import Controller, alpha_of_site, check_alpha, draw_key, uniform
-from .guidance import Power, lambda_at
+from .guidance import DEAD, Power, lambda_at
 from .ledger import Term
 from .plan import Swap
 from .runs import PassThrough
@@ -145,10 +146,18 @@ class Site:
         if guidance.needs_power:
             power = self.power.value if self.power.fixed else self._running_power(terms)
         values = [guidance.reduce(term, term.positions if items is None else items, power) for term in terms]
+        if isinstance(power, Tensor):  # Of a teacher that answers 0 nothing is relative: the step's check stops there.
+            values = [torch.where((power <= DEAD) & (value > 0), math.inf, value) for value in values]
+        elif power is not None and power <= DEAD:
+            raise StateError(
+                "the teacher answers 0 everywhere here, so no error is relative to it.",
+                where=self.path,
+                do='guidance with reduction="mean", or leave this site out',
+            )
         return self.lam * (values[0] if len(values) == 1 else torch.stack(values).mean())
 
     def _running_power(self, terms: list[Term]) -> Tensor:
         """Teacher power from the calls of the first step so far, without a device synchronisation."""
         total = torch.stack([term.power for term in terms if term.power is not None]).sum() + self.power.total
         positions = torch.stack([term.positions for term in terms]).sum() + self.power.positions
-        return (total / positions.clamp_min(1.0)).clamp_min(torch.finfo(torch.float32).tiny * 1e6)
+        return (total / positions.clamp_min(1.0)).clamp_min(DEAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -220,7 +221,9 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site], own_total: int
     """Check everything, then restore; returns step and total."""
     try:
         version, rows = saved["version"], dict(saved["sites"])
-        step, total = int(saved["step"]), saved["total_steps"]
+        step, total = saved["step"], saved["total_steps"]
+        if type(step) is not int or step < 0:
+            raise TypeError(f"step {step!r}")
         right_length = (total is None and own_total is None) or (type(total) is int and total >= 1)
         if not right_length or not all(isinstance(r, Mapping) for r in rows.values()):
             raise TypeError("total_steps or the rows of the sites")
@@ -261,6 +264,35 @@ def load(saved: Mapping[str, Any], plan: Plan, sites: list[Site], own_total: int
     return step, total
 
 
+def whole_step(step: Any) -> int:
+    """An optimizer step, checked.
+
+    Raises:
+        StateError: It is no whole number >= 0.
+    """
+    if type(step) is not int or step < 0:
+        raise StateError("a step is a whole number of optimizer steps done.", expected=">= 0", got=repr(step))
+    return step
+
+
+def items_of(num_items: Any, device: torch.device) -> Tensor | None:
+    """The number of valid positions of an accumulated batch, 0-dim float32; None stays None.
+
+    Raises:
+        StateError: It is no positive number. The value of a tensor is not looked at: that would wait for the device.
+    """
+    if num_items is None:
+        return None
+    number = type(num_items) in (int, float) and 0 < num_items < math.inf
+    if not number and not (isinstance(num_items, Tensor) and num_items.numel() == 1):
+        raise StateError(
+            "num_items is the number of valid positions in the whole batch.",
+            expected="a number > 0",
+            got=repr(num_items),
+        )
+    return torch.as_tensor(num_items, dtype=torch.float32, device=device).reshape(())
+
+
 def length_warning(own: int | None, saved: int | None) -> str:
     """What to say when a resumed run names another length."""
     return (
@@ -292,6 +324,8 @@ def _parsed(site: Site, row: Mapping[str, Any]) -> tuple[str, Power, dict[str, A
         power = Power()
         total, positions, fixed = row["power"]
         power.total, power.positions, power.fixed = float(total), float(positions), bool(fixed)
+        if not (0.0 <= power.total < math.inf and 0.0 <= power.positions < math.inf):
+            raise ValueError(f"power {row['power']}")
         controller = dict(row["controller"] or {})
         if isinstance(site.driver, Controller):
             Controller(site.driver.settings).load_state_dict(controller)

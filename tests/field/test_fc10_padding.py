@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 
 import crossfade
 from crossfade import metrics
+from crossfade.errors import OutputError
 
 from .models import CLASSES, WIDTH, Net, logits, net, plan, tiny_bert, tiny_vit, tokens
 
@@ -115,6 +116,54 @@ def test_without_a_mask_every_position_counts(reduction: str) -> None:
     bare = fade.guidance()
     model(x, torch.ones(2, 6))
     torch.testing.assert_close(fade.guidance(), bare)
+
+
+FORMS = {
+    "long": lambda m: m,
+    "bool": lambda m: m.bool(),
+    "float": lambda m: m.float(),
+    "additive": lambda m: (1 - m).float() * -1e9,
+    "additive, infinite": lambda m: torch.zeros(m.shape).masked_fill(m == 0, -torch.inf),
+    "additive, smallest": lambda m: torch.zeros(m.shape).masked_fill(m == 0, torch.finfo(torch.float32).min),
+    "per query, bool": lambda m: m.bool()[:, None, :].expand(-1, m.shape[1], -1),
+    "per head and query, bool": lambda m: m.bool()[:, None, None, :].expand(-1, 1, m.shape[1], -1),
+    "per head and query, additive": lambda m: ((1 - m).float() * -1e9)[:, None, None, :].expand(-1, 1, m.shape[1], -1),
+    "causal and padding, additive": lambda m: torch.where(
+        m.bool()[:, None, None, :] & torch.ones(m.shape[1], m.shape[1]).tril().bool(), 0.0, -1e9
+    ),
+}
+
+
+class MaskedNet(Net):
+    """Takes any form of mask, and uses none: what is tested is what the guidance makes of it."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_mask_leaves_out_the_same_positions(form: str, explicit: bool) -> None:
+    def value(mask: Tensor) -> Tensor:
+        model = net()
+        model.__class__ = MaskedNet
+        fade = crossfade.install(model, plan(guidance=crossfade.DeepFeatureGuidance()), total_steps=10)
+        x = padded(8, 5.0)
+        if explicit:
+            with fade.mask(mask):
+                model(x)
+        else:
+            model(x, attention_mask=mask)
+        return fade.guidance().detach()
+
+    mask = FORMS[form](mask_of(8))
+    if explicit and mask.dim() > 2:
+        with pytest.raises(OutputError, match="does not fit"):
+            value(mask)
+        return
+    right = value(mask_of(8))
+    assert not torch.equal(right, value(torch.ones(2, 8)))
+    torch.testing.assert_close(value(mask), right)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

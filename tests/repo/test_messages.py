@@ -237,6 +237,15 @@ def site_without_guidance() -> None:
     Site(path="a.b", paths=("a.b",), index=0, n=1, swap=swap, blend=made).guidance_value([Term(one, one)], None)
 
 
+def guided_by_a_dead_teacher() -> None:
+    swap = crossfade.Swap(targets="a", guidance=crossfade.DeepFeatureGuidance())
+    made = Blend(nn.Linear(1, 1), nn.Linear(1, 1), path="a.b", ledger=Ledger())
+    one = torch.ones(())
+    site = Site(path="a.b", paths=("a.b",), index=0, n=1, swap=swap, blend=made)
+    site.power.fixed, site.power.positions = True, 1.0
+    site.guidance_value([Term(one, one)], None)
+
+
 class Mixing(Attention):
     def forward(self, x: Any, mask: Any = None) -> Any:
         y, w = super().forward(x, mask)
@@ -253,6 +262,12 @@ def not_finite() -> None:
     fade = installed()
     nn.init.constant_(fade.sites[0].blend.student.q.weight, math.nan)
     fade.align([IDS], steps=1)
+
+
+def captured_not_finite() -> None:
+    model = net()
+    nn.init.constant_(model.blocks[0].norm1.weight, math.nan)
+    crossfade.install(model, plan_of(), total_steps=4).align([IDS], steps=1)
 
 
 def align_released() -> None:
@@ -391,6 +406,7 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: installed().align([IDS[:1]], steps=1), "blocks.0.attn"),
     (mixing, "blocks.0.attn"),
     (not_finite, "blocks.0.attn"),
+    (captured_not_finite, "blocks.0.attn"),
     (lambda: installed(student=lambda t, s: Fixed()).align([IDS], steps=1), "Fixed"),
     # blend
     (lambda: blend(lambda x: x, lambda x: x[:, :1])(X), "a.b"),
@@ -398,6 +414,9 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     (writes_late, "a.b"),
     (lambda: released().model(IDS), "blocks.0.attn"),
     # capture
+    (guided_by_a_dead_teacher, "a.b"),
+    (lambda: state.whole_step(-1), None),
+    (lambda: state.items_of(0, torch.device("cpu")), None),
     (lambda: capture.parse_bytes("much"), None),
     (lambda: installed().align([IDS], steps=1, memory_budget=1), None),
     (capture_nothing, "blocks.0.attn"),

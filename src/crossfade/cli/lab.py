@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from ..errors import CrossfadeError
+from ..lab.base import checked
 from ..lab.experiment import Experiment, override, read
 from ..lab.inputs import InputError
 from ..lab.methods import METHODS
@@ -64,7 +67,7 @@ def resolve(
 
 def _with(experiment: Experiment, **fields: Any) -> Experiment:
     data = experiment.model_dump(mode="json") | fields
-    return override(Experiment.model_validate(data), ())
+    return checked(Experiment, data, "")
 
 
 def _numbers(text: str) -> list[int]:
@@ -74,6 +77,8 @@ def _numbers(text: str) -> list[int]:
         for part in text.split(","):
             first, dash, last = part.partition("-")
             found += range(int(first), int(last) + 1) if dash else [int(first)]
+            if dash and int(last) < int(first):
+                raise ValueError
     except ValueError:
         raise InputError(f"--seeds {text}: these are not seeds", expected="such as 0,1,2 or 0-4") from None
     return found
@@ -106,8 +111,14 @@ def run(
     if as_long_as is not None:
         experiment = equal_seconds(experiment, as_long_as)
     folder = out if out is not None else Path(f"crossfade-{experiment.name}")
+    fresh = not folder.exists()
     experiment = prepare(experiment, folder)
-    outcome = _sweep(console, experiment, folder, jobs)
+    try:
+        outcome = _sweep(console, experiment, folder, jobs)
+    except CrossfadeError:
+        if fresh and not list((folder / "cells").iterdir()):
+            shutil.rmtree(folder)  # Bad input writes nothing.
+        raise
     if os.environ.get("RANK", "0") != "0":
         return 0
     return _end(console, experiment, folder, outcome)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from ..registry import decode, nearest
+from ..registry import decode, lookup, nearest
 from .base import Settings, checked
 from .cache import content_hash
 from .inputs import InputError
@@ -123,7 +123,11 @@ class Experiment(Settings):
     @field_validator("student")
     @classmethod
     def _student(cls, value: Any) -> Any:
-        decode(value, "student")
+        found = decode(value, "student")
+        if isinstance(found, str):
+            found = lookup("student", found)
+        if not callable(found):
+            raise ValueError('a student is a registered name or {"kind": "student:NAME", ...}')
         return value
 
     @field_validator("methods")

@@ -57,6 +57,8 @@ def prepare(experiment: Experiment, folder: Path) -> Experiment:
     file = folder / "experiment.yaml"
     if file.exists():
         experiment = _merged(experiment, read(file), folder)
+    elif folder.exists() and not folder.is_dir():
+        raise InputError("the output folder is a file.", where=folder, do="another --out")
     elif folder.exists() and any(folder.iterdir()):
         raise InputError("the output folder holds something else.", where=folder, do="another --out")
     if os.environ.get("RANK", "0") != "0":

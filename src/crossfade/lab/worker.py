@@ -55,6 +55,7 @@ def _serve(file: Path, folder: Path, say: Any) -> None:
     import torch
 
     from ..errors import CrossfadeError
+    from ..targets import select
     from .experiment import read, task_of
     from .loop import run
 
@@ -62,6 +63,7 @@ def _serve(file: Path, folder: Path, say: Any) -> None:
         experiment = read(file)
         torch.set_num_threads(experiment.training.threads)
         loaded = task_of(experiment.task).load()
+        select(loaded.model, experiment.targets or loaded.targets)
     except CrossfadeError as error:
         say(kind="unready", message=str(error))
         return
