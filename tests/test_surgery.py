@@ -241,3 +241,23 @@ def test_that_torch_encoders_with_a_fast_path_call_their_blends():
     expected = fade.finalize(force=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(out, expected(x))
+
+
+@pytest.mark.parametrize(
+    "targets", ["layers.*.linear1", "layers.*.self_attn", "layers.*.norm1", "layers.*", "layers[0:2]"]
+)
+def test_that_a_probe_with_padding_fits_torchs_encoder(targets):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3)
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[1, 3:] = True
+    probe = {"src": torch.randn(4, 6, 16), "src_key_padding_mask": mask}
+    student = students.Reinit("reset_parameters") if targets == "layers.*.linear1" else students.Copy()
+    plan = crossfade.Plan(targets=targets, student=student)
+    fade = crossfade.install(model, plan, total_steps=2, probe=probe)
+    assert not model.use_nested_tensor
+    fade.revert()
+    assert model.use_nested_tensor
+    with pytest.raises(OutputError):
+        crossfade.install(model, plan, total_steps=2, probe=lambda model: None)
+    assert model.use_nested_tensor

@@ -294,7 +294,10 @@ def _probe(model: nn.Module, built: list[_Built], sites: list[Site], batch: Any)
     for item, site in zip(built, sites, strict=True):
         hooks.append(_try_site(item, site, reached))
     device = sites[0].blend.gate_weight.device
+    nested = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
     try:
+        for encoder in nested:  # As it will be while the plan is installed: nested tensors cannot be mixed.
+            encoder.use_nested_tensor = False
         model.eval()
         for site in sites:
             site.blend.eval()
@@ -305,6 +308,8 @@ def _probe(model: nn.Module, built: list[_Built], sites: list[Site], batch: Any)
             hook.remove()
         for module, mode in modes:
             module.training = mode
+        for encoder in nested:
+            encoder.use_nested_tensor = True
     missing = [site.path for site in sites if site.path not in reached]
     if missing:
         raise OutputError(
