@@ -261,3 +261,20 @@ def test_that_a_probe_with_padding_fits_torchs_encoder(targets):
     with pytest.raises(OutputError):
         crossfade.install(model, plan, total_steps=2, probe=lambda model: None)
     assert model.use_nested_tensor
+
+
+def test_that_a_site_which_returns_a_number_is_refused():
+    class Scalar(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x.mean() * self.scale
+
+    model = nn.Sequential(Scalar())
+    with pytest.raises(OutputError, match="single number"):
+        crossfade.install(
+            model, crossfade.Plan(targets="0", student=students.Copy()), total_steps=2, probe=torch.randn(2, 3)
+        )
+    assert type(model[0]) is Scalar

@@ -106,7 +106,7 @@ def main(output: Any, where: Where, site: str = "") -> Tensor:
     """The main tensor at `where`.
 
     Raises:
-        OutputError: There is no tensor at that place.
+        OutputError: There is no tensor at that place, or a single number.
     """
     where = _normal(output, where)
     try:
@@ -117,6 +117,13 @@ def main(output: Any, where: Where, site: str = "") -> Tensor:
     if not isinstance(value, Tensor):
         place = "the output itself" if where is None else f"entry {where!r}"
         raise OutputError("there is no tensor to blend.", where=site or None, expected=place, got=describe(output))
+    if value.dim() == 0:
+        raise OutputError(
+            "this site returns a single number, which has no channels to compare.",
+            where=site or None,
+            expected="a tensor [..., D]",
+            do="replace the modules inside it",
+        )
     return value
 
 
