@@ -258,10 +258,13 @@ def with_count(v: Tensor, mask: Tensor | None) -> Tensor:
 def quotient(total: Tensor) -> Tensor:
     """Numerator by normaliser; zero, and with zero gradient, where nothing was seen.
 
+    A normaliser below the dtype's normal numbers counts as nothing: its inverse, and so the gradient, would overflow.
+
     Shapes: [B, Hkv, G, Lq, E] -> [B, H, Lq, Dv].
     """
     weight = total[..., -1:]
-    empty = weight == 0.0  # Not `weight > 0`: that would turn a NaN of the caller's into zeros.
+    # Not `~(weight >= ...)`: that would turn a NaN of the caller's into zeros.
+    empty = weight < 4.0 * torch.finfo(weight.dtype).tiny
     return torch.where(empty, 0.0, total[..., :-1] / torch.where(empty, 1.0, weight)).flatten(1, 2)
 
 
