@@ -53,8 +53,8 @@ def test_a_given_scale(case, causal):
         )
 
 
-# Relative to the largest entry of what is compared. Measured: at most a third of these.
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+# Relative to the largest entry of what is compared. Measured: at most 6e-6 and 4e-3; rounding a bfloat16 costs 4e-3.
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=["float32", "bfloat16"])

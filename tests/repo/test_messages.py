@@ -30,6 +30,7 @@ from crossfade import (
     gates,
     guidance,
     metrics,
+    operators,
     outputs,
     persist,
     plan,
@@ -394,6 +395,14 @@ def own_schedule(t: float) -> float:
     return math.nan
 
 
+def linformer(max_length: int = 9, rank: int = 2) -> operators.Linformer:
+    return operators.Linformer(1, 4, max_length=max_length, rank=rank)
+
+
+def attend(op: operators.Operator, **more: Any) -> None:
+    op(*(torch.zeros(2, 1, 3, 4) for _ in "qkv"), **more)
+
+
 # (the call, what the message must name: the module path or None)
 ROWS: list[tuple[Callable[[], Any], str | None]] = [
     # align
@@ -462,6 +471,17 @@ ROWS: list[tuple[Callable[[], Any], str | None]] = [
     # metrics
     (lambda: metrics.gate_gradient_variance(lambda w: X, [0.5] * 13), None),
     (lambda: metrics.gate_gradient_variance(lambda w: X, [0.5], draws=1), None),
+    # operators
+    (lambda: operators.Grouped(3, 4, kv_heads=2), "Grouped"),
+    (lambda: operators.operator(operators.Grouped.card)(Attention), "grouped"),
+    (lambda: attend(linformer(), causal=True), "Linformer"),
+    (lambda: attend(linformer(), mask=X), "Linformer"),
+    (lambda: attend(linformer(max_length=2)), "Linformer"),
+    (lambda: linformer(rank=0), "Linformer"),
+    (lambda: operators.LinearAttention(1, 4, feature_map="x"), "LinearAttention"),
+    (lambda: operators.Performer(1, 4, features=0), "Performer"),
+    (lambda: operators.Window(1, 4, radius=-1), "Window"),
+    (lambda: operators.pool_heads(X, heads=4, groups=3), None),
     # outputs
     (lambda: outputs.find_main(None, site="a.b"), "a.b"),
     (lambda: outputs.main((), 0, "a.b"), "a.b"),
