@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossfade.operators import LinearAttention, Performer, Window, WindowLinear, linear, performer, window
-from tests.operators.cases import CAUSAL, inputs
+from tests.operators.cases import CAUSAL, MODES, inputs
 
 LONG = 16_384
 
@@ -82,6 +82,31 @@ def test_16k_tokens_against_the_recurrence(case, dtype):
     assert bool(out.isfinite().all())
     error = (out.double() - wanted).abs().max().item() / wanted.abs().max().item()
     assert error < {torch.float32: 2e-4, torch.bfloat16: 6e-3}[dtype], error
+
+
+def kept_for_backward(op: torch.nn.Module, length: int, causal: bool) -> int:
+    """Entries of the tensors that a forward keeps for its backward."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        op(*inputs(length, dtype=torch.float32, batch=1, grad=True), causal=causal)
+    return sum(sizes)
+
+
+LINEAR = [(c, causal) for c, causal in MODES if "O(L^2)" not in c.kind.card.complexity]
+
+
+@pytest.mark.parametrize(("case", "causal"), LINEAR, ids=[f"{c.label}-{causal}" for c, causal in LINEAR])
+def test_memory_grows_with_the_length_and_not_with_its_square(case, causal):
+    settings = {**case.settings, "max_length": 4096} if case.name == "linformer" else case.settings
+    op = case.kind(4, 5, kv_heads=2, **settings)
+    short, long = (kept_for_backward(op, length, causal) for length in (1024, 4096))
+    assert short > 1024
+    assert long / short < 4.5
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -52,7 +52,9 @@ class LinearAttention(Operator):
     """Linear attention.
 
     Without a `scale` the maps see q and k as they are, as in the papers; a scale multiplies both by its square root
-    first. With `"relu"` a query whose features meet no key's gives zeros.
+    first. A query gives zeros where the weights of all its keys are zero or too small for the dtype's normal numbers:
+    with `"relu"` where no feature meets a key's, with `"elu"` and `"hedgehog"` where every product is below about
+    1e-38. `"exp"` knows no such limit.
 
     Args:
         heads: H.
