@@ -411,6 +411,8 @@ MUTANTS = [
         'or name in named or getattr(p, "_no_weight_decay", False)',
         "",
         "tests/field/test_fc44_decay.py",
+    ),
+    Mutant(
         "a chunk sees its own future",
         "operators/base.py",
         "    total = (q @ k.mT).tril() @ v + q @ before\n",
