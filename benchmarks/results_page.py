@@ -310,8 +310,8 @@ def page() -> None:
         seeds = ", ".join(map(str, experiment["seeds"]))
         clock = "the process on the CPU" if results["clock"] == ["cpu"] else "the wall"
         what = f"{len(results['methods'])} methods, seeds {seeds}; {results['metric']}; seconds of {clock}; "
-        what += f"torch {environment['versions']['torch']}, {environment['threads']} thread. "
-        what += f"Repeat it: `{environment['command']}`, with [the experiment](data/{path.stem}.yaml)."
+        what += f"torch {environment['versions']['torch']}, {experiment['training']['threads']} thread. "
+        what += f"Repeat it: `crossfade run docs/results/data/{path.stem}.yaml`."
         parts += [
             f"## {path.stem}",
             "",

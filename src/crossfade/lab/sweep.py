@@ -68,7 +68,7 @@ def prepare(experiment: Experiment, folder: Path) -> Experiment:
         staged = folder / f".experiment.{os.getpid()}.yaml"
         write(experiment, staged)
         staged.replace(file)
-        _write_environment(folder)
+        _write_environment(experiment, folder)
     except OSError as error:
         raise InputError(
             "the output folder cannot be written.", where=folder, got=error.strerror or error, do="another --out"
@@ -106,11 +106,12 @@ def _merged(new: Experiment, old: Experiment, folder: Path) -> Experiment:
     return Experiment.model_validate(merged)
 
 
-def _write_environment(folder: Path) -> None:
+def _write_environment(experiment: Experiment, folder: Path) -> None:
     path = folder / "environment.json"
     found = {
         "versions": versions("accelerate", "numpy", "safetensors", "timm", "transformers"),
         **surroundings(),
+        "threads": experiment.training.threads,  # Of the processes that do the runs.
         "git": _git(),
         "command": command(),
     }
