@@ -40,7 +40,7 @@ def _demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results, figures and the model go.")] = Path(
         "demo-out"
     ),
-    seconds: Annotated[float, typer.Option(min=0.1, help="Training budget of each of the two arms.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Training budget of each of the two arms.")] = 50.0,
     seed: Annotated[int, typer.Option(help="Of the new modules and of the order of the data.")] = 0,
     threads: Annotated[
         int | None,
