@@ -82,7 +82,13 @@ def test_a_missing_data_folder_is_said_before_any_run(tmp_path: Path) -> None:
 
 def start(folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "crossfade.cli", "run", str(folder / "experiment.yaml"), "--out", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # In a background job Ctrl-C is ignored, and so it would stay.
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_for_cells(folder: Path, n: int) -> None:

@@ -305,7 +305,7 @@ MUTANTS = [
         "state.py",
         "            site.driver.load_state_dict(controller)\n",
         "            pass\n",
-        "tests/test_blend.py::test_that_the_state_holds_the_student_alone",
+        "tests/laws/test_resume.py::test_stop_and_resume_equals_never_stopped",
     ),
     Mutant(
         "any base model is accepted on resume",
