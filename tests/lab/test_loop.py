@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from crossfade.lab import loop
 from crossfade.lab.inputs import InputError
@@ -130,13 +131,21 @@ def test_a_broken_checkpoint_is_named(loaded: Loaded, tmp_path) -> None:
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(loaded: Loaded) -> None:
-    one, four = (
-        run(experiment("dcr+dfg", training={"accumulate": k, "steps": 3, "clip": None}), "dcr+dfg", 0, loaded=loaded)
-        for k in (1, 4)
-    )
-    for left, right in zip(one["interface"], four["interface"], strict=True):
-        for path, row in left["sites"].items():
-            assert row["error"] == pytest.approx(right["sites"][path]["error"], rel=1e-2)
+    # The gradients themselves: what Adam makes of them does not depend on their scale.
+    found: dict[int, list[torch.Tensor]] = {}
+    for k in (1, 4):
+        seen = found[k] = []
+
+        def note(optimizer: torch.optim.Optimizer, *_: object, seen: list[torch.Tensor] = seen) -> None:
+            seen += [p.grad.clone() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+        handle = register_optimizer_step_pre_hook(note)
+        wanted = experiment("student-only", training={"accumulate": k, "steps": 1, "clip": None})
+        run(wanted, "student-only", 0, loaded=loaded)
+        handle.remove()
+    assert len(found[1]) == len(found[4]) == 24
+    for whole, summed in zip(found[1], found[4], strict=True):
+        torch.testing.assert_close(summed, whole, rtol=1e-4, atol=1e-7)  # float32, another order of sums
 
 
 def test_the_paper_s_gate_has_no_variance_and_the_rivals_have(loaded: Loaded) -> None:
@@ -171,11 +180,19 @@ def test_the_whole_model_may_train(loaded: Loaded) -> None:
 
 
 def test_cached_outputs_of_the_original_change_nothing_but_time(loaded: Loaded) -> None:
-    wanted = experiment(methods={"kd": {}, "cached": {"method": "kd", "cache": True}}, training={"steps": 90})
-    calls = []
-    hook = loaded.model.register_forward_hook(lambda *_: calls.append(1))
-    plain, cached = (run(wanted, label, 0, loaded=loaded) for label in ("kd", "cached"))
-    hook.remove()
-    assert [p["score"] for p in cached["curve"]] == pytest.approx([p["score"] for p in plain["curve"]], abs=2.0)
-    without = len(calls) - 90 - 15
-    assert without > 0
+    methods = {"kd": {}, "cached": {"method": "kd", "cache": True}}
+    wanted = experiment(methods=methods, training={"steps": 90}, evaluation={"interface": 0})
+    calls = dict.fromkeys(methods, 0)
+    scores = {}
+    for label in methods:
+
+        def count(*_: object, label: str = label) -> None:
+            calls[label] += 1
+
+        hook = loaded.model.register_forward_hook(count)
+        scores[label] = [point["score"] for point in run(wanted, label, 0, loaded=loaded)["curve"]]
+        hook.remove()
+    # An epoch is 74 steps; after it nearly every batch stands in the cache. An output computed in another batch may
+    # differ in its last bit, which may turn one of the 50 images of a point: 2 per cent.
+    assert calls["cached"] < calls["kd"]
+    assert scores["cached"] == pytest.approx(scores["kd"], abs=2.0)

@@ -392,6 +392,20 @@ MUTANTS = [
         "tests/lab/test_experiment.py::test_the_key_of_a_run_changes_with_what_its_figures_depend_on_alone",
     ),
     Mutant(
+        "micro-batches are summed, not averaged",
+        "lab/loop.py",
+        "self.accelerator.backward(loss * (len(part) / len(index)))",
+        "self.accelerator.backward(loss)",
+        "tests/lab/test_loop.py::test_accumulation_gives_the_gradient_of_the_whole_batch",
+    ),
+    Mutant(
+        "the cache of outputs is never read",
+        "lab/distill.py",
+        "        if self._caching and all(",
+        "        if False and all(",
+        "tests/lab/test_loop.py::test_cached_outputs_of_the_original_change_nothing_but_time",
+    ),
+    Mutant(
         "distillation takes any shape",
         "lab/distill.py",
         "        if original.shape != output.shape:\n",

@@ -18,7 +18,7 @@ from ..registry import decode
 from ..surgery import install
 from . import checkpoint
 from .distill import Distiller
-from .experiment import Experiment
+from .experiment import Experiment, task_of
 from .inputs import InputError, need
 from .measure import Clock, curvature, gate_variance, interfaces, saved_bytes
 from .methods import Align, Joint, Stage
@@ -28,7 +28,6 @@ from .tasks.base import Batch, Loaded
 __all__ = ["Tell", "run"]
 
 Tell = Callable[[dict[str, Any]], None]
-PHASES = ("align", "blend", "guide", "student")
 
 
 def run(
@@ -57,8 +56,6 @@ def run(
         InputError: The task's files are missing, or the method does not fit.
         NonFiniteError: A loss is not finite.
     """
-    from .experiment import task_of
-
     loaded = loaded or task_of(experiment.task).load()
     return _Run(experiment, label, seed, loaded, folder, tell or (lambda _: None)).run()
 
@@ -100,9 +97,9 @@ class _Run:
         self.accelerator = _accelerator(experiment, folder)
         self.device = self.accelerator.device
         self.done = 0  # optimizer steps, of all stages
-        self.tracked = 0
         self.timed: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
+        self._begun = False  # Whether a resume has begun the stage already.
 
     # ---- from beginning to end ---------------------------------------------------------------------------------
 
@@ -279,8 +276,6 @@ class _Run:
             )
         self.timed.clear()
 
-    _begun = False
-
     def _optimizer(self, stage: Joint) -> torch.optim.Optimizer:
         groups = self.fade.parameter_groups(
             weight_decay=self.training.weight_decay,
@@ -389,7 +384,6 @@ class _Run:
             "test": self.loaded.score(model, "test"),
             "validation_curve": self.loaded.score(model, "validation", self.evaluation.samples),
         }
-        self.plain = model
 
     # ---- stop and go on ----------------------------------------------------------------------------------------
 
