@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from crossfade.cli.data import by_length, encode, trim
-from crossfade.cli.progress import Clock, meter
+from crossfade.cli.progress import meter
+from crossfade.lab.clock import Clock
 from crossfade.lab.inputs import InputError, need, staging
 from crossfade.lab.pretrained import embed, load_encoder, no_dropout
 from crossfade.lab.surroundings import write_json

@@ -16,12 +16,13 @@ from .. import schedules
 from ..fade import Fade, handle
 from ..gates import Deterministic
 from ..guidance import DeepFeatureGuidance
+from ..lab.clock import Clock
 from ..lab.pretrained import Encoder, embed, no_dropout
 from ..plan import Plan
 from ..students import Reinit
 from ..surgery import install
 from .data import Batch, Data, by_length, trim
-from .progress import Clock, Meter
+from .progress import Meter
 
 __all__ = ["Arm", "Settings", "cold", "crossfade", "student_only"]
 

@@ -4,46 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-__all__ = ["Clock", "Meter", "meter"]
+__all__ = ["Meter", "meter"]
 
 EVERY = 10.0  # seconds of training between two plain lines
-
-
-class Clock:
-    """Seconds of work, without the pauses: measuring a curve is not training.
-
-    Example:
-        >>> clock = Clock()
-        >>> with clock.paused():
-        ...     before = clock.seconds
-        ...     after = clock.seconds
-        >>> before == after
-        True
-    """
-
-    def __init__(self) -> None:
-        self._spent = 0.0
-        self._since: float | None = perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of work so far."""
-        return self._spent + (0.0 if self._since is None else perf_counter() - self._since)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
-        self._spent, self._since = self.seconds, None
-        try:
-            yield
-        finally:
-            self._since = perf_counter()
 
 
 class Meter:

@@ -17,10 +17,11 @@ from ..plan import Plan
 from ..registry import decode
 from ..surgery import install
 from . import checkpoint
+from .clock import Clock
 from .distill import Distiller
 from .experiment import Experiment, task_of
 from .inputs import InputError, need
-from .measure import Clock, curvature, gate_variance, interfaces, saved_bytes
+from .measure import curvature, gate_variance, interfaces, saved_bytes
 from .methods import Align, Joint, Stage
 from .order import generator, indices, order
 from .tasks.base import Batch, Loaded

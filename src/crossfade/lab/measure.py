@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +17,7 @@ from ..site import Site
 from ..students.base import isolated_random
 from .tasks.base import Batch, Loaded, evaluating
 
-__all__ = ["Clock", "curvature", "gate_variance", "interfaces", "saved_bytes"]
-
-
-class Clock:
-    """Seconds of training; measuring does not count."""
-
-    def __init__(self, kind: Literal["wall", "cpu"]) -> None:
-        self._now = time.perf_counter if kind == "wall" else time.process_time
-        self._spent, self._since = 0.0, self._now()
-        self._running = True
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far."""
-        return self._spent + (self._now() - self._since if self._running else 0.0)
-
-    def start_at(self, seconds: float) -> None:
-        """Go on from an earlier run's seconds."""
-        self._spent, self._since = seconds, self._now()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
-        self._spent, self._running = self.seconds, False
-        try:
-            yield
-        finally:
-            self._since, self._running = self._now(), True
+__all__ = ["curvature", "gate_variance", "interfaces", "saved_bytes"]
 
 
 def interfaces(
